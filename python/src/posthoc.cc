@@ -9,7 +9,6 @@
 #include "callbacks.h"
 #include "file_options.h"
 #include "posthoc/snapshots.h"
-#include "posthoc/synthesize.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

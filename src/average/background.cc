@@ -25,7 +25,7 @@
 
 #include "average/impl.h"
 #include "base/errors.h"
-#include "base/seconds.h"
+#include "base/turns.h"
 
 namespace shardow {
 

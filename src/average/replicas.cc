@@ -2,7 +2,6 @@
 
 #include "average/division.h"
 #include "base/errors.h"
-#include "comm/digest.h"
 #include "comm/wire.h"
 #include "tensor/dtype.h"
 

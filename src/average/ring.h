@@ -2,6 +2,7 @@
 // that fills it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -14,6 +15,10 @@ namespace shardow::average {
 /// Slots begin at multiples of this, and what is copied into them does where it does not follow on what came before in
 /// the device's memory.
 inline constexpr size_t kSlotAlignment = 64;
+
+/// Of a slot: enough that a copy's latency does not show, and little enough that it is averaged out of the processor's
+/// caches.
+inline constexpr size_t kMostSlotBytes = size_t{8} << 20;
 
 class Ring {
  public:
@@ -42,5 +47,12 @@ class Ring {
   kernels::Memory memory_;
   std::unique_ptr<kernels::cuda::Link> link_;  // ends before the memory
 };
+
+inline Ring::Ring(int index, size_t bytes)
+    : slot_bytes_(std::min(std::max(bytes, kLeastBytes) / kLeastSlots, kMostSlotBytes) / kSlotAlignment *
+                  kSlotAlignment),
+      num_slots_(std::max(bytes, kLeastBytes) / slot_bytes_),
+      memory_(kernels::Memory::pinned(std::max(bytes, kLeastBytes), {Device::Kind::kCuda, index})),
+      link_(kernels::cuda::make_link(index, num_slots_)) {}
 
 }  // namespace shardow::average

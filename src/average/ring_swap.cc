@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "average/backend.h"
-#include "average/swap_seam.h"
 #include "tensor/dtype.h"
 
 namespace shardow::average {

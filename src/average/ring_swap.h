@@ -22,6 +22,10 @@
 
 namespace shardow::average {
 
+/// For tests: called between two steps wherever it is set; what it throws ends the swap there, as a failing device or
+/// allocation would. Not for two threads.
+inline void (*swap_seam)() = nullptr;
+
 class RingSwap {
  public:
   /// Parallel: the weights on a device, their averages on the host, and memory on the host for weights that do not swap

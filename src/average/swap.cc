@@ -15,7 +15,7 @@
 #include "average/checks.h"
 #include "average/impl.h"
 #include "average/replicas.h"
-#include "average/swap_seam.h"
+#include "average/ring_swap.h"
 #include "base/errors.h"
 #include "base/turns.h"
 #include "comm/agree.h"

@@ -8,7 +8,7 @@
 
 #include "average/impl.h"
 #include "base/errors.h"
-#include "base/seconds.h"
+#include "base/turns.h"
 #include "tensor/dtype.h"
 
 namespace shardow {

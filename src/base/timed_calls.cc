@@ -7,9 +7,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <exception>
+#include <set>
+#include <thread>
 #include <utility>
+
+#include "base/mutex.h"
 
 namespace shardow::base {
 namespace {
@@ -44,6 +49,17 @@ ssize_t with_memory(const Fn& fn) noexcept {
     errno = ENOMEM;
     return -1;
   }
+}
+
+struct Changes {
+  Mutex mutex;
+  std::set<const NameChange*> all SHARDOW_GUARDED_BY(mutex);
+};
+
+Changes& changes() {
+  static Changes& made =
+      *new Changes;  // never destroyed: calls that were left may return after what is static has gone
+  return made;
 }
 
 }  // namespace
@@ -250,6 +266,91 @@ int TimedCalls::stat(const char* path, struct stat* out) {
 }
 int TimedCalls::lstat(const char* path, struct stat* out) {
   return asked(&Syscalls::lstat, path, out);
+}
+
+std::shared_ptr<Caller> Caller::start() {
+  auto made = std::make_shared<Caller>();
+  std::thread([made] { made->work(); }).detach();
+  return made;
+}
+
+Caller::Returned Caller::make(Call call, Late late, Time until) noexcept {
+  const Lock lock(mutex_);
+  call_ = std::move(call);
+  late_ = std::move(late);
+  done_.reset();
+  changed_.notify_all();
+  while (!done_ && changed_.wait_until(mutex_, until)) {
+  }
+  if (done_) return *done_;
+  left_ = true;  // the thread ends with the call
+  if (std::exchange(call_, nullptr) && late_) late_(-1);
+  changed_.notify_all();
+  return {-1, ETIMEDOUT, true};
+}
+
+void Caller::make_last(Call call) noexcept {
+  const Lock lock(mutex_);
+  call_ = std::move(call);
+  late_ = nullptr;
+  left_ = true;
+  changed_.notify_all();
+}
+
+void Caller::leave() noexcept {
+  const Lock lock(mutex_);
+  left_ = true;
+  changed_.notify_all();
+}
+
+void Caller::work() noexcept {
+  const auto made = [](const Call& call) -> Returned {
+    try {
+      const ssize_t result = call();
+      return {result, errno};
+    } catch (const std::exception&) {  // no memory for what it found
+      return {-1, ENOMEM};
+    }
+  };
+  mutex_.lock();
+  while (!left_ || call_) {
+    if (!call_) {
+      changed_.wait_until(mutex_, base::now() + std::chrono::hours(1));
+      continue;
+    }
+    Call call = std::exchange(call_, nullptr);
+    mutex_.unlock();
+    const Returned now = made(call);
+    call = nullptr;  // what it owns is gone before anybody learns that it returned
+    mutex_.lock();
+    done_ = now;
+    if (left_ && late_) late_(now.result);
+    changed_.notify_all();
+  }
+  mutex_.unlock();
+}
+
+NameChange::NameChange(std::string first, std::string second) : first_(std::move(first)), second_(std::move(second)) {
+  const Lock lock(changes().mutex);
+  changes().all.insert(this);
+}
+
+NameChange::~NameChange() {
+  const Lock lock(changes().mutex);
+  changes().all.erase(this);
+}
+
+void NameChange::leave() noexcept {
+  const Lock lock(changes().mutex);
+  left_ = true;
+}
+
+bool may_still_change(const Path& path) {
+  const Lock lock(changes().mutex);
+  const auto is_of = [&](const NameChange* one) {
+    return one->left_ && (one->first_ == path.native() || one->second_ == path.native());
+  };
+  return std::any_of(changes().all.begin(), changes().all.end(), is_of);
 }
 
 }  // namespace shardow::base

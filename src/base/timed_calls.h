@@ -2,23 +2,61 @@
 // still where its server does, and no signal ends the wait.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "base/caller.h"
 #include "base/files.h"
-#include "base/left_names.h"
 #include "base/mutex.h"
 
 namespace shardow::base {
 
+/// A thread that makes one system call at a time, and is left with it where that does not return. It has a share of
+/// itself, since it may outlive whoever waited. Nothing of it throws but start().
+class Caller {
+ public:
+  using Call = std::function<ssize_t()>;  ///< owns what it uses; one that throws has failed with ENOMEM
+  using Late = std::function<void(ssize_t)>;
+
+  struct Returned {
+    ssize_t result;
+    int error;
+    bool left = false;  ///< it has not returned, and nobody waits any more
+  };
+
+  /// Throws std::system_error where the machine refuses a thread, std::bad_alloc where it has no memory for one.
+  static std::shared_ptr<Caller> start();
+
+  /// `late`: called with the result, where nobody waited for that; with -1 where the call was not even made.
+  Returned make(Call call, Late late, Time until) noexcept;
+
+  /// A last call, which nobody waits for.
+  void make_last(Call call) noexcept;
+
+  /// The thread ends.
+  void leave() noexcept;
+
+ private:
+  void work() noexcept;
+
+  Mutex mutex_;
+  Condition changed_;
+  Call call_ SHARDOW_GUARDED_BY(mutex_);
+  Late late_ SHARDOW_GUARDED_BY(mutex_);
+  std::optional<Returned> done_ SHARDOW_GUARDED_BY(mutex_);
+  bool left_ SHARDOW_GUARDED_BY(mutex_) = false;
+};
+
 /// The machine's own calls: one that has not returned after `patience` fails with ETIMEDOUT, and goes on where nobody
 /// looks. What it reads or looks up is its own by then; of the memory that it writes to a file, a draft, it may still
 /// read. Its descriptor is closed when it returns, and refused until then. A call that changes names may do so hours
-/// later: may_still_change() (left_names.h) says where. The next one that does not return costs a moment, and after
+/// later: may_still_change() says where. The next one that does not return costs a moment, and after
 /// that none is made any more but closing, which nobody waits for then. Where there is no memory for a call it fails
 /// with ENOMEM, and closing is done all the same: nothing here throws. Threads may share one.
 class TimedCalls : public Syscalls {
@@ -73,5 +111,24 @@ class TimedCalls : public Syscalls {
   std::vector<int> busy_
       SHARDOW_GUARDED_BY(mutex_);  ///< descriptors that a call has which nobody waits for any more: it closes them
 };
+
+/// A system call that changes what lies at these paths, for as long as it may. Made and destroyed on any thread.
+class NameChange {
+ public:
+  explicit NameChange(std::string first, std::string second = {});
+  ~NameChange();
+  NameChange(const NameChange&) = delete;
+  NameChange& operator=(const NameChange&) = delete;
+
+  void leave() noexcept;  ///< nobody waits for it any more
+
+ private:
+  friend bool may_still_change(const Path& path);
+  const std::string first_, second_;
+  bool left_ = false;
+};
+
+/// Whether a call of this process that was left has not returned yet, and may change what lies at `path` when it does.
+bool may_still_change(const Path& path);
 
 }  // namespace shardow::base

@@ -42,6 +42,10 @@ inline Time now() {
   return turns != nullptr ? turns->now() : std::chrono::steady_clock::now();
 }
 
+inline double seconds_since(Time began) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
 inline void sleep_for(std::chrono::nanoseconds time) {
   if (turns == nullptr) return std::this_thread::sleep_for(time);
   for (const Time end = now() + time; turns->wait(nullptr, end);) {

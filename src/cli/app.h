@@ -23,6 +23,9 @@ void add_posthoc(CLI::App& app, Action& chosen);
 /// Everything.
 std::unique_ptr<CLI::App> make_app(Action& chosen);
 
+/// From arguments to an exit status.
+int run(int argc, char** argv) noexcept;
+
 /// "--json" of a verb. Errors are JSON then, too.
 void add_json(CLI::App& verb, bool& json);
 

@@ -1,5 +1,5 @@
 // The program `shardow`: see app.h.
-#include "cli/run.h"
+#include "cli/app.h"
 
 int main(int argc, char** argv) {
   return shardow::cli::run(argc, argv);

@@ -1,4 +1,5 @@
-// The options of verbs that write a checkpoint, and what they say when it is written.
+// The output of verbs: the options of a checkpoint, what they say when it is written, and small files that are there
+// whole or not at all.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cli/app.h"
@@ -34,5 +36,13 @@ ProgressFn watched(const std::string& what);
 
 /// Metadata of all files of a checkpoint, those of the first first, without what a save writes itself.
 std::map<std::string, std::string> metadata_of(const Checkpoint& checkpoint);
+
+/// Replaces what is there: a draft beside it, flushed, then renamed. Of a link that is what it leads to; a FIFO and a
+/// device are written to, and what standard output leads to by way of put(). Throws kInvalidArgument for a block device
+/// or a socket, kIo for a directory.
+void write_text(const std::filesystem::path& path, std::string_view text);
+
+/// Whether standard output is that file or pipe, as of /dev/stdout.
+bool is_standard_output(const std::filesystem::path& path);
 
 }  // namespace shardow::cli

@@ -7,9 +7,7 @@
 #include "cli/output.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
-#include "cli/whole_text.h"
 #include "posthoc/snapshots.h"
-#include "posthoc/synthesize.h"
 
 namespace shardow::cli {
 namespace {

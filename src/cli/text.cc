@@ -7,7 +7,6 @@
 #include <iterator>
 
 #include "file/json.h"
-#include "file/utf8.h"
 
 namespace shardow::cli {
 namespace {

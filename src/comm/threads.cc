@@ -1,7 +1,9 @@
-// The ranks of one process: a Meeting of the Rounds that they share (rounds.h).
+// The groups of one process: of one rank, in which every collective is the identity, and of threads, a Meeting of the
+// Rounds that they share (rounds.h).
 #include "base/errors.h"
 #include "comm/custom_group.h"
 #include "comm/rounds.h"
+#include "shardow/group.h"
 
 namespace shardow {
 namespace {
@@ -23,6 +25,23 @@ class ThreadMeeting final : public Meeting {
   const std::shared_ptr<comm::Rounds> rounds_;
 };
 
+class Solo final : public Group {
+ public:
+  int rank() const noexcept override { return 0; }
+  int size() const noexcept override { return 1; }
+  std::vector<std::string> all_gather(std::string_view mine, Deadline) override { return {std::string(mine)}; }
+  void all_reduce(std::span<uint64_t>, Op, Deadline) override {}
+  void broadcast(std::span<std::byte>, int root, Deadline) override {
+    if (root != 0) base::fail(Code::kInvalidArgument, "broadcast from rank {} in a group of 1", root);
+  }
+  void send(std::span<const std::byte>, int to, Deadline) override {
+    base::fail(Code::kInvalidArgument, "rank 0 of 1 sends to rank {}", to);
+  }
+  void recv(std::span<std::byte>, int from, Deadline) override {
+    base::fail(Code::kInvalidArgument, "rank 0 of 1 receives from rank {}", from);
+  }
+};
+
 }  // namespace
 
 std::vector<std::unique_ptr<Group>> threads(int n) {
@@ -33,6 +52,10 @@ std::vector<std::unique_ptr<Group>> threads(int n) {
   for (int rank = 0; rank < n; ++rank)
     groups.push_back(meeting_group(std::make_unique<ThreadMeeting>(rank, n, rounds)));
   return groups;
+}
+
+std::unique_ptr<Group> solo() {
+  return std::make_unique<Solo>();
 }
 
 }  // namespace shardow

@@ -1,11 +1,13 @@
-// What the state of an Average is on all its ranks together.
+// What the ranks of an Average must have equal: its state, and the values of elements that several of them hold.
 #pragma once
 
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "shardow/checkpoint.h"
 #include "shardow/group.h"
 
 namespace shardow::ema {
@@ -26,5 +28,23 @@ std::string agreed_state(Group& group, std::string_view call, const std::string&
 
 /// Of a state that agreed_state() gave, what a rank goes on from: rank 0 keeps the sums.
 std::string own_part(const std::string& state, int rank);
+
+/// What this rank holds in host memory, as check_copies() compares it: one pass over it. Local.
+class Copies {
+ public:
+  explicit Copies(std::span<const SaveFile> files);
+
+  /// Sixteen bytes each of what is held whole and of the rest.
+  std::string summary() const;
+  /// Every tensor: a key of its name and region, and the checksum.
+  const std::string& all() const { return all_; }
+
+ private:
+  std::string whole_, rest_, all_;
+};
+
+/// Throws kInvalidArgument on every rank where two that hold the same whole tensors, or the same parts, differ in their
+/// values; names the first tensor. Collective: one small message, and the rest only where something differs.
+void check_copies(Group& group, const Copies& mine, Deadline deadline);
 
 }  // namespace shardow::ema

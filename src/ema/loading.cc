@@ -9,7 +9,6 @@
 #include "average/counters.h"
 #include "base/errors.h"
 #include "base/paths.h"
-#include "base/seconds.h"
 #include "base/turns.h"
 #include "comm/agree.h"
 #include "comm/wire.h"
@@ -17,7 +16,6 @@
 #include "ema/names.h"
 #include "file/environment.h"
 #include "file/load.h"
-#include "file/timed.h"
 
 namespace shardow {
 namespace ema {

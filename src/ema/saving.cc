@@ -5,7 +5,6 @@
 #include "base/errors.h"
 #include "base/turns.h"
 #include "ema/agreed.h"
-#include "ema/copies.h"
 #include "ema/names.h"
 #include "shardow/ema_file.h"
 

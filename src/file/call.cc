@@ -6,7 +6,6 @@
 #include "base/errors.h"
 #include "base/files.h"
 #include "base/machine.h"
-#include "base/nonce.h"
 #include "comm/wire.h"
 #include "file/index.h"
 #include "file/kinds.h"

@@ -1,4 +1,5 @@
-// A checkpoint under a temporary name, where it is until it is whole: docs/durability.md numbers the steps.
+// A checkpoint under a temporary name, where it is until it is whole and appears by one rename: docs/durability.md
+// numbers the steps.
 #pragma once
 
 #include <cstdint>
@@ -60,5 +61,11 @@ void release(Draft& draft) noexcept;
 
 /// Rank 0, after a failure. Throws nothing.
 void discard(Draft& draft) noexcept;
+
+/// Rank 0, when everything in the files is on disk: puts them in place of what is there.
+void publish(Draft& draft);
+
+/// Rank 0, after the index of a directory that was written in place: removes the files that it no longer names.
+void remove_old(const Draft& draft);
 
 }  // namespace shardow::file

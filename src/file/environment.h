@@ -2,8 +2,13 @@
 // disk can fail.
 #pragma once
 
+#include <chrono>
+#include <memory>
+
 #include "base/files.h"
 #include "base/seam.h"
+#include "base/timed_calls.h"
+#include "shardow/group.h"
 
 namespace shardow {
 
@@ -28,6 +33,10 @@ class InEnvironment {
 inline Environment environment_here() noexcept {
   return {&base::syscalls()};
 }
+
+/// Returns the calls of an operation whose ranks wait for each other: where the storage hangs, they fail before the
+/// ranks' timeout. Null where a test has the turns, or calls are not the machine's own.
+std::unique_ptr<base::TimedCalls> timed_calls(const Group& group, std::chrono::milliseconds timeout);
 
 }  // namespace file
 }  // namespace shardow

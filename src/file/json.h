@@ -1,6 +1,8 @@
-// JSON text for what we write.
+// JSON text for what we write, and the UTF-8 in it.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -9,5 +11,9 @@ namespace shardow::file {
 /// Appends `text` as a JSON string. A byte 0xNN that is no UTF-8, of a path, becomes \\udcNN, as Python's
 /// "surrogateescape" has it (PEP 383): os.fsencode() of what json.loads() gives is that path.
 void append_json_text(std::string& out, std::string_view text);
+
+/// Bytes of the well-formed character at the front of `text` (RFC 3629), 0 where there is none; `code` is what it
+/// means. `text` is not empty.
+size_t utf8_character(std::string_view text, uint32_t& code) noexcept;
 
 }  // namespace shardow::file

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/seconds.h"
 #include "base/turns.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
@@ -18,7 +17,6 @@
 #include "file/reader.h"
 #include "file/sharing.h"
 #include "file/sums.h"
-#include "file/timed.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 

@@ -5,7 +5,7 @@
 #include <system_error>
 
 #include "base/errors.h"
-#include "base/nonce.h"
+#include "base/machine.h"
 
 namespace shardow::file {
 namespace {

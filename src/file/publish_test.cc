@@ -1,8 +1,7 @@
 // A save knows its files: what it replaces, what it leaves alone, and which names it takes.
-#include "file/publish.h"
-
 #include <sys/stat.h>
 
+#include "file/draft.h"
 #include "file/index.h"
 #include "file/saving_fixture.h"
 

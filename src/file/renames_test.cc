@@ -3,7 +3,7 @@
 #include <functional>
 #include <utility>
 
-#include "file/publish.h"
+#include "file/draft.h"
 #include "file/saving_fixture.h"
 
 namespace shardow {

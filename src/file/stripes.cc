@@ -1,10 +1,14 @@
 #include "file/stripes.h"
 
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <map>
 #include <set>
 #include <tuple>
+#include <utility>
 
+#include "base/turns.h"
 #include "file/feed.h"
 #include "tensor/dtype.h"
 #include "tensor/runs.h"
@@ -59,6 +63,49 @@ std::vector<Stripe> stripes_of(const Layout& layout, size_t file, const std::vec
   return stripes;
 }
 
+/// Calls fn(segment, owned, begin, end) for every part that a rank has of the stripe: elements [begin, end) of `owned`.
+template <class Fn>
+void for_each_part(const Stripe& stripe, const Layout& layout, Fn fn) {
+  for (const Segment& segment : stripe.segments) {
+    for (const Owned& owned : layout.owners(segment.tensor)) {
+      const int64_t begin = owned.region.position(segment.begin), end = owned.region.position(segment.end);
+      if (begin < end) fn(segment, owned, begin, end);
+    }
+  }
+}
+
+/// Elements [begin, end) of a rank's part, which lie one after another from `from`, run by run to where they belong.
+void scatter(const Segment& segment, const Owned& owned, int64_t begin, int64_t end, const Entry& entry,
+             const std::byte* from, std::span<std::byte> stripe) {
+  owned.region.window(begin, end).for_each_run([&](const Run& run) {
+    std::byte* const to = stripe.data() + segment.at + bytes_of(run.global_begin - segment.begin, entry);
+    std::memcpy(to, from + bytes_of(run.local_begin, entry), static_cast<size_t>(bytes_of(run.length, entry)));
+  });
+}
+
+const Stripe* owned_by(int rank, const std::vector<Stripe>& stripes) {
+  const auto found = std::find_if(stripes.begin(), stripes.end(), [&](const Stripe& one) { return one.owner == rank; });
+  return found == stripes.end() ? nullptr : &*found;
+}
+
+/// Calls send(partner) and receive(partner) for every other rank. The lower rank of a pair sends first, so that nobody
+/// waits in a circle.
+template <class Send, class Receive>
+void with_each_partner(int rank, int num_ranks, Send send, Receive receive) {
+  const int rounded = static_cast<int>(std::bit_ceil(static_cast<unsigned>(num_ranks)));
+  for (int k = 1; k < rounded; ++k) {
+    const int partner = rank ^ k;
+    if (partner >= num_ranks) continue;
+    if (rank < partner) {
+      send(partner);
+      receive(partner);
+    } else {
+      receive(partner);
+      send(partner);
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<bool> have_short_runs(const Layout& layout) {
@@ -93,6 +140,109 @@ std::vector<std::vector<Stripe>> plan_rounds(const Layout& layout, const std::ve
     }
   }
   return rounds;
+}
+
+std::vector<int64_t> StripeParts::bytes_by_rank(const Stripe& stripe) const {
+  std::vector<int64_t> bytes(static_cast<size_t>(num_ranks_), 0);
+  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
+    bytes[static_cast<size_t>(owned.rank)] += bytes_of(end - begin, layout_.place(segment.tensor).entry);
+  });
+  return bytes;
+}
+
+const Mine& StripeParts::mine_of(size_t tensor, size_t piece) const {
+  const auto first =
+      std::lower_bound(mine_.begin(), mine_.end(), tensor, [](const Mine& a, size_t t) { return a.tensor < t; });
+  return *std::find_if(first, mine_.end(), [&](const Mine& one) { return one.piece == piece; });
+}
+
+void StripeParts::deposit(const Stripe& stripe, std::span<std::byte> target) {
+  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
+    if (owned.rank != rank_) return;
+    const Entry& entry = layout_.place(segment.tensor).entry;
+    const auto data = feed_.get(mine_of(segment.tensor, owned.piece), begin, end, entry.dtype);
+    scatter(segment, owned, begin, end, entry, data.data(), target);
+  });
+}
+
+void StripeParts::pack(const Stripe& stripe, std::vector<std::byte>& message) {
+  message.clear();
+  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
+    if (owned.rank != rank_) return;
+    const auto data =
+        feed_.get(mine_of(segment.tensor, owned.piece), begin, end, layout_.place(segment.tensor).entry.dtype);
+    message.insert(message.end(), data.begin(), data.end());
+  });
+}
+
+void StripeParts::unpack(const Stripe& stripe, int rank, std::span<const std::byte> message,
+                         std::span<std::byte> target) const {
+  const std::byte* from = message.data();
+  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
+    if (owned.rank != rank) return;
+    const Entry& entry = layout_.place(segment.tensor).entry;
+    scatter(segment, owned, begin, end, entry, from, target);
+    from += bytes_of(end - begin, entry);
+  });
+}
+
+StripeWriter::StripeWriter(Group& group, std::chrono::milliseconds timeout, const std::vector<Mine>& mine,
+                           const Layout& layout, Output& output, std::vector<std::vector<Stripe>> rounds,
+                           bool sequential)
+    : group_(group),
+      timeout_(timeout),
+      layout_(layout),
+      output_(output),
+      rounds_(std::move(rounds)),
+      sequential_(sequential),
+      parts_(group.rank(), group.size(), mine, layout) {}
+
+comm::Part StripeWriter::round() {
+  if (next_ == rounds_.size()) return {0, true};
+  deadline_ = base::now() + timeout_ * 3 / 4;  // who waited in vain is in time to say so
+  const std::vector<Stripe>& stripes = rounds_[next_++];
+  const Stripe* const own = owned_by(group_.rank(), stripes);
+  if (own != nullptr) {
+    stripe_.resize(static_cast<size_t>(own->bytes));
+    parts_.deposit(*own, stripe_);
+  }
+  const std::vector<int64_t> expected =
+      own != nullptr ? parts_.bytes_by_rank(*own) : std::vector<int64_t>(static_cast<size_t>(group_.size()), 0);
+  with_each_partner(
+      group_.rank(), group_.size(),
+      [&](int to) {
+        if (const Stripe* const stripe = owned_by(to, stripes)) give(*stripe);
+      },
+      [&](int from) {
+        if (const int64_t bytes = expected[static_cast<size_t>(from)]; bytes > 0) take(*own, from, bytes);
+      });
+  if (own != nullptr) write(*own);
+  return {own != nullptr ? own->bytes : 0, next_ == rounds_.size()};
+}
+
+/// Sends this rank's parts of a stripe to the stripe's owner.
+void StripeWriter::give(const Stripe& stripe) {
+  if (parts_.bytes_by_rank(stripe)[static_cast<size_t>(group_.rank())] == 0) return;
+  parts_.pack(stripe, message_);
+  group_.send(message_, stripe.owner, deadline_);
+}
+
+/// Receives the parts of another rank, `bytes` in all, and puts them into this rank's stripe.
+void StripeWriter::take(const Stripe& stripe, int rank, int64_t bytes) {
+  message_.resize(static_cast<size_t>(bytes));
+  group_.recv(message_, rank, deadline_);
+  parts_.unpack(stripe, rank, message_, stripe_);
+}
+
+void StripeWriter::write(const Stripe& stripe) {
+  if (sequential_) output_.begin_file(stripe.file);
+  for (const Segment& segment : stripe.segments) {
+    const Entry& entry = layout_.place(segment.tensor).entry;
+    const int64_t begin = bytes_of(segment.begin, entry), bytes = bytes_of(segment.end, entry) - begin;
+    const auto data = std::span(stripe_).subspan(static_cast<size_t>(segment.at), static_cast<size_t>(bytes));
+    if (!sequential_) output_.count(segment.tensor, begin, data);
+    output_.write(segment.tensor, begin, data);
+  }
 }
 
 }  // namespace shardow::file

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/seconds.h"
+#include "base/turns.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
 #include "file/device.h"
@@ -163,7 +163,7 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
       agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()}, begin + options.timeout);
   MergeReport report = plan.report();
   if (options.check_only) return report;
-  Sums sums(plan, options.verify);
+  merging::Sums sums(plan, options.verify);
   std::vector<TensorView> out;
   for (const Tensor& tensor : plan.tensors())
     out.push_back({tensor.name, tensor.dtype, Region::whole(tensor.shape), nullptr});
@@ -219,7 +219,7 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
     views.push_back(view);
     counted.push_back(piece != one.pieces.end() && piece->holders.front() == group.rank());
   }
-  Sums sums(plan, verify != 0);
+  merging::Sums sums(plan, verify != 0);
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
   comm::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });

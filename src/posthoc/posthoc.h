@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "posthoc/profiles.h"
+#include "shardow/merge.h"
 #include "shardow/schedule.h"
 #include "shardow/tensor_view.h"
 
@@ -79,5 +80,12 @@ Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step 
 
 /// A picture of it, as SVG.
 std::string svg(const Sweep& sweep);
+
+/// What merge() and load_merged() are given: every snapshot of the plan, opened.
+std::vector<MergeInput> inputs_of(const Plan& plan);
+
+/// merge() of them, by default in the dtype that the averages were tracked in. Collective: every rank gives the same
+/// plan.
+MergeReport synthesize(Group& group, const Plan& plan, const std::filesystem::path& out, MergeOptions options = {});
 
 }  // namespace shardow::posthoc

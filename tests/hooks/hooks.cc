@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "average/plan.h"
-#include "average/swap_seam.h"
+#include "average/ring_swap.h"
 #include "base/worker.h"
 #include "file/header.h"
 #include "group_checks.h"

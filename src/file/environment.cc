@@ -1,4 +1,4 @@
-#include "file/timed.h"
+#include "file/environment.h"
 
 #include <typeinfo>
 

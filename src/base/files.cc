@@ -156,27 +156,27 @@ void check_path(const Path& path) {
 }
 
 File File::open(const Path& path) {
-  return {open_or_fail(path, O_RDONLY | O_NONBLOCK, "cannot open"), path};
+  return {path, open_or_fail(path, O_RDONLY | O_NONBLOCK, "cannot open")};
 }
 File File::open_in(const File& directory, const std::string& name) {
-  const Path path = directory.path() / name;
+  Path path = directory.path() / name;
   check_path(path);
   const int fd = opened(
       [&] { return directory.calls_->openat(directory.fd_, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0); });
   if (fd < 0) fail_io(errno, path, "cannot open");
-  File found(fd, path);
+  File found(std::move(path), fd);
   found.calls_ = directory.calls_;
   return found;
 }
 File File::open_for_writing(const Path& path) {
-  return {open_or_fail(path, O_WRONLY, "cannot open for writing"), path};
+  return {path, open_or_fail(path, O_WRONLY, "cannot open for writing")};
 }
 File File::create(const Path& path) {
-  return {open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "cannot create"), path};
+  return {path, open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "cannot create")};
 }
 
 File File::replace(const Path& path) {
-  return {open_or_fail(path, O_WRONLY | O_CREAT | O_TRUNC, "cannot create"), path};
+  return {path, open_or_fail(path, O_WRONLY | O_CREAT | O_TRUNC, "cannot create")};
 }
 
 File::File(File&& other) noexcept

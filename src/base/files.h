@@ -103,7 +103,7 @@ class File {
   void close();  ///< reports what closing finds out (NFS writes then); the destructor can't
 
  private:
-  File(int fd, Path path) noexcept : fd_(fd), path_(std::move(path)) {}
+  File(Path path, int fd) noexcept : fd_(fd), path_(std::move(path)) {}  ///< copies the path before the file is open
   int fd_;
   Syscalls* calls_ = &syscalls();
   Path path_;

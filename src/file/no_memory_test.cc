@@ -1,6 +1,7 @@
 // Memory that runs out: each allocation of a save, and of a load, is refused once, on whatever thread it is.
 #include <chrono>
 #include <cstdio>
+#include <iterator>
 
 #include "base/allocations.h"
 #include "file/checkpoint_fixture.h"
@@ -33,11 +34,17 @@ Ended ended(long k, const Fn& fn) {
   return {well, reached};
 }
 
+long descriptors() {
+  return static_cast<long>(std::distance(fs::directory_iterator("/proc/self/fd"), {}));
+}
+
 /// refused(k) for each allocation that there is; how many of them ended it.
 long every_allocation(const std::function<Ended(long)>& refused) {
   long failed = 0;
+  const long before = descriptors();
   for (long k = 0;; k += kSlow ? 7 : 1) {
     const Ended one = refused(k);
+    EXPECT_EQ(descriptors(), before) << "allocation " << k;
     if (!one.reached || testing::Test::HasFailure()) return failed;
     failed += one.well ? 0 : 1;
   }

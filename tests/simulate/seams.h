@@ -4,7 +4,6 @@
 
 #include "base/turns.h"
 #include "ema/names.h"
-#include "file/checkpoint_fixture.h"
 #include "file/disk_model.h"
 #include "file/environment.h"
 

@@ -1,4 +1,4 @@
-"""Weights on a CUDA device that only tests have: ranks whose shardow has build/release/fake/_core for its engine.
+"""Weights on a CUDA device that only tests have: ranks that have build/release/fake/libcuda.so.1 for a driver.
 
 ``run(world, fn, *args)`` is ``ranks.run()`` with such ranks. In them ``Device`` says whose tensors lie on the device,
 though torch has them on the CPU. The device copies when somebody waits for it, or has its stream do something: torch's
@@ -8,6 +8,7 @@ and what nothing orders happens late.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -22,6 +23,33 @@ run = FAKE.run
 on_device = FAKE.alone
 
 
+class Driver:
+    """The fake driver's own functions (tests/cuda/control.cc)."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        integer, long, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+
+        def function(name: str, result: Any = None, **arguments: Any) -> Any:
+            found = getattr(library, f"fake_{name}")
+            found.restype, found.argtypes = result, list(arguments.values())
+            return found
+
+        self.reset = function("reset", num_devices=integer, seed=long)
+        self.run = function("run", stream=pointer, device=integer)
+        self.synchronize = function("synchronize")
+        self.pending = function("pending", long)
+        self.fail_allocation = function("fail_allocation", number=integer)
+        self.allocated = function("allocated", long)
+        self.copied_to_host = function("copied_to_host", long)
+        self.copied_to_device = function("copied_to_device", long)
+        self._fail_copy = function("fail_copy", number=integer, times=integer)
+
+    def fail_copy(self, number: int = 0, times: int = 1) -> None:
+        """The copy of this number from now fails (0: the next), and times - 1 after it; times=-1: all."""
+        self._fail_copy(number, times)
+
+
 class Device(TorchDispatchMode):
     """``with Device(seed) as device: device.hold(model)``: the model's tensors are on cuda:0, wherever they move.
 
@@ -30,10 +58,8 @@ class Device(TorchDispatchMode):
 
     def __init__(self, seed: int | None = 0, num_devices: int = 1) -> None:
         super().__init__()
-        from shardow import _core
-
-        self.fake: Any = _core.fake  # type: ignore[attr-defined]
-        self.fake.reset(num_devices, seed)
+        self.fake = Driver()
+        self.fake.reset(num_devices, -1 if seed is None else seed)
         self.stream = 0
         self._holders: list[tuple[Any, int]] = []  # (weak reference to what has tensors, index of the device)
         self._devices = range(num_devices)

@@ -32,8 +32,8 @@
 #include <type_traits>
 
 #include "kernels/bits.h"
-#include "kernels/kernels.h"
 #include "kernels/noise.h"
+#include "kernels/step.h"
 
 namespace shardow::kernels {
 

@@ -8,10 +8,9 @@
 #include <type_traits>
 
 #include "kernels/bits.h"
+#include "kernels/cuda_work.h"
 
 namespace shardow::kernels::cuda {
-
-inline constexpr int kLanes = 32, kPerLane = 8, kGroup = kLanes * kPerLane;  // elements of a lane's group, of a warp's
 
 __device__ inline bool aligned(const void* pointer) {
   return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;

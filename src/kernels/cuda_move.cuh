@@ -31,7 +31,7 @@ __global__ void cast_kernel(const From* from, To* to, int64_t count) {
 }
 
 /// Ranges of 16-bit words, which all four dtypes are made of.
-static __global__ void swap_kernel(uint16_t* a, uint16_t* b, int64_t count) {
+__global__ void swap_kernel(uint16_t* a, uint16_t* b, int64_t count) {
   const auto [first, step] = grid();
   const int64_t groups = aligned(a) && aligned(b) ? count / kPerLane : 0;
   for (int64_t g = first; g < groups; g += step) {
@@ -48,7 +48,7 @@ static __global__ void swap_kernel(uint16_t* a, uint16_t* b, int64_t count) {
   }
 }
 
-static __global__ void exchange_kernel(uint16_t* parameter, uint32_t* average, int64_t count, Direction direction) {
+__global__ void exchange_kernel(uint16_t* parameter, uint32_t* average, int64_t count, Direction direction) {
   const auto [first, step] = grid();
   const int64_t groups = aligned(parameter) && aligned(average) ? count / kPerLane : 0;
   for (int64_t g = first; g < groups; g += step) {

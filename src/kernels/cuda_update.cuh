@@ -12,30 +12,9 @@
 
 #include "kernels/arithmetic.h"
 #include "kernels/cuda_access.cuh"
+#include "kernels/cuda_work.h"
 
 namespace shardow::kernels::cuda {
-
-inline constexpr int kThreads = 256, kWarps = kThreads / kLanes;
-
-struct Tile {
-  uint32_t chunk, count;
-  int64_t begin;
-};
-
-/// In device memory. `last_chunk` is 2^32 - 1 - (index of the first chunk with a value that is not finite), so that
-/// zero means none.
-struct DeviceTally {
-  unsigned long long non_finite;
-  unsigned int last_chunk;
-};
-
-/// What update_kernel reads and writes; all of it in device memory.
-struct Work {
-  const Chunk* chunks;
-  const Tile* tiles;
-  uint32_t num_tiles;
-  DeviceTally* tally;
-};
 
 /// One warp's tile, made ready; in shared memory.
 struct Prepared {
@@ -151,38 +130,29 @@ __device__ int update_tile(const Chunk& chunk, const Tile& tile, const Step& ste
   return Body<P, S>{prepared, tile.count, low, step.num_averages, step.hold, Access(contiguous, lane)}.run(lane);
 }
 
-/// A storage type that differs between the chunks of a table.
-struct Mixed {};
+template <class T>
+inline constexpr DType dtype_of = std::is_same_v<T, float>  ? DType::kF32
+                                  : std::is_same_v<T, BF16> ? DType::kBF16
+                                  : std::is_same_v<T, F16>  ? DType::kF16
+                                                            : DType::kF64;
 
-template <class P, class S>
+/// With the parameters' own type, one of P.
+template <class S, class... P>
 __device__ int update_any(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
-  if constexpr (std::is_same_v<S, Mixed>) {
-    switch (chunk.average_dtype) {
-      case DType::kF32: return update_any<P, float>(chunk, tile, step, lane, prepared);
-      case DType::kBF16: return update_any<P, BF16>(chunk, tile, step, lane, prepared);
-      case DType::kF16: return update_any<P, F16>(chunk, tile, step, lane, prepared);
-      case DType::kF64: return update_any<P, double>(chunk, tile, step, lane, prepared);
-      default: return 0;
-    }
-  } else if constexpr (std::is_same_v<P, Mixed>) {
-    switch (chunk.parameter_dtype) {
-      case DType::kF32: return update_tile<float, S>(chunk, tile, step, lane, prepared);
-      case DType::kBF16: return update_tile<BF16, S>(chunk, tile, step, lane, prepared);
-      case DType::kF16: return update_tile<F16, S>(chunk, tile, step, lane, prepared);
-      case DType::kF64: return update_tile<double, S>(chunk, tile, step, lane, prepared);
-      default: return 0;
-    }
-  } else {
-    return update_tile<P, S>(chunk, tile, step, lane, prepared);
-  }
+  if constexpr (sizeof...(P) == 1) return (update_tile<P, S>(chunk, tile, step, lane, prepared), ...);
+  int non_finite = 0;
+  static_cast<void>(((chunk.parameter_dtype == dtype_of<P> &&
+                      (non_finite = update_tile<P, S>(chunk, tile, step, lane, prepared), true)) ||
+                     ...));
+  return non_finite;
 }
 
-/// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of narrow types; more types in one
-/// kernel need more.
-template <class P, class S>
-inline constexpr int kBlocks = std::is_same_v<S, double> || std::is_same_v<S, Mixed> ? 2
-                               : std::is_same_v<P, Mixed>                            ? 3
-                                                                                     : 4;
+/// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of types that is computed in float;
+/// integer steps and several types in one kernel need more.
+template <class S, class... P>
+inline constexpr int kBlocks = std::is_same_v<S, double>            ? 2
+                               : is_16_bit<S> || (sizeof...(P) > 1) ? 3
+                                                                    : 4;
 
 /// The sum over a warp, in its first lane at least. One instruction from sm_80 on.
 __device__ inline unsigned sum_of_warp(unsigned mine) {
@@ -194,22 +164,24 @@ __device__ inline unsigned sum_of_warp(unsigned mine) {
 #endif
 }
 
-/// `latest` (device memory), where it is given, replaces `step`: a captured graph replays with it.
-template <class P, class S>
-__global__ void __launch_bounds__(kThreads, kBlocks<P, S>)
-    update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Step* latest) {
+/// Averages of type S, parameters of the types P. With `replay` (device memory), which a captured graph keeps, what
+/// lies there counts in place of the other two.
+template <class S, class... P>
+__global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
+    update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Replay* replay) {
   __shared__ Prepared prepared[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
   const uint64_t index = uint64_t{blockIdx.x} * kWarps + static_cast<uint64_t>(warp);
-  if (index >= work.num_tiles) return;
-  const Tile tile = work.tiles[index];
-  const Step& used = latest != nullptr ? *latest : step;
+  const Step& used = replay != nullptr ? replay->step : step;
   if (used.num_averages == 0) return;
-  const int mine = update_any<P, S>(work.chunks[tile.chunk], tile, used, lane, prepared[warp]);
+  const Work table = replay != nullptr ? replay->work : work;
+  if (index >= table.num_tiles) return;
+  const Tile tile = table.tiles[index];
+  const int mine = update_any<S, P...>(table.chunks[tile.chunk], tile, used, lane, prepared[warp]);
   const unsigned non_finite = sum_of_warp(static_cast<unsigned>(mine));
   if (lane == 0 && non_finite > 0) {
-    atomicAdd(&work.tally->non_finite, static_cast<unsigned long long>(non_finite));
-    atomicMax(&work.tally->last_chunk, 0xffffffffu - tile.chunk);
+    atomicAdd(&table.tally->non_finite, static_cast<unsigned long long>(non_finite));
+    atomicMax(&table.tally->last_chunk, 0xffffffffu - tile.chunk);
   }
 }
 

@@ -1,8 +1,8 @@
-"""What must be in a process before shardow is imported, so that it runs in processes of its own.
+"""Modules and libraries that must be in a process before shardow is imported, so each has processes for itself.
 
 ``HOOKS``: an extension module in place of the shipped ``shardow._core``, linked from the same objects, which has
 ``shardow._core.hooks`` besides: functions that stop and count what the engine does (tests/hooks).
-``FAKE``: the shipped module, and a CUDA driver that only tests have; fake_device.py is its face.
+``FAKE``: the shipped module, and a CUDA driver and an NVRTC that only tests have; fake_device.py is its face.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ _BUILD = Path(__file__).parents[2] / "build" / "release"
 
 
 class CoreModule:
-    """``pattern``: of what lies in build/release, an extension module or a library that the engine opens by its name."""
+    """``patterns``: what lies in build/release, an extension module or a library that the engine opens by its name."""
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+    def __init__(self, *patterns: str) -> None:
+        self._patterns = patterns
         self._pool: ranks.Pool | None = None
 
     def install(self) -> None:
         """In a process that has not imported shardow yet."""
         assert "shardow" not in sys.modules, "shardow has its extension module already"
-        path = next(_BUILD.glob(self._pattern), None)
-        assert path is not None, f"no {_BUILD / self._pattern}: make build"
-        if path.name.startswith("_core"):
-            sys.meta_path.insert(0, _Finder(path))  # type: ignore[arg-type]
-        else:
-            ctypes.CDLL(str(path))
+        for pattern in self._patterns:
+            path = next(_BUILD.glob(pattern), None)
+            assert path is not None, f"no {_BUILD / pattern}: make build"
+            if path.name.startswith("_core"):
+                sys.meta_path.insert(0, _Finder(path))  # type: ignore[arg-type]
+            else:
+                ctypes.CDLL(str(path))
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Calls ranks.run() with ranks that have this module."""
@@ -69,12 +70,12 @@ class CoreModule:
     def _new_pool(self) -> ranks.Pool:
         import ranks
 
-        return ranks.Pool(multiprocessing.get_context("spawn"), functools.partial(_serve, self._pattern))
+        return ranks.Pool(multiprocessing.get_context("spawn"), functools.partial(_serve, self._patterns))
 
 
-def _serve(pattern: str, *args: Any) -> None:
+def _serve(patterns: tuple[str, ...], *args: Any) -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning of a timeout looks up names, for seconds
-    CoreModule(pattern).install()
+    CoreModule(*patterns).install()
     import ranks
 
     ranks._serve(*args)
@@ -93,4 +94,5 @@ class _Finder:
 
 
 HOOKS = CoreModule("hooks/_core*.so")
-FAKE = CoreModule("fake/libcuda.so.1")
+FAKE = CoreModule("fake/libcuda.so.1", "fake/libnvrtc.so.12")
+FAKE_AND_HOOKS = CoreModule("fake/libcuda.so.1", "hooks/_core*.so")

@@ -31,12 +31,13 @@ class Driver:
         integer, long, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
         def function(name: str, result: Any = None, **arguments: Any) -> Any:
-            found = getattr(library, f"fake_{name}")
-            found.restype, found.argtypes = result, list(arguments.values())
-            return found
+            called = getattr(library, f"fake_{name}")
+            called.restype, called.argtypes = result, list(arguments.values())
+            return called
 
         self.reset = function("reset", num_devices=integer, seed=long)
         self.run = function("run", stream=pointer, device=integer)
+        self.stream = function("stream", pointer, device=integer, number=integer)
         self.synchronize = function("synchronize")
         self.pending = function("pending", long)
         self.fail_allocation = function("fail_allocation", number=integer)
@@ -53,7 +54,8 @@ class Driver:
 class Device(TorchDispatchMode):
     """``with Device(seed) as device: device.hold(model)``: the model's tensors are on cuda:0, wherever they move.
 
-    ``seed``: when and in which order what streams have to do is done; None: at once. ``stream``: torch's current one.
+    ``seed``: when and in which order what streams have to do is done; None: at once.
+    ``stream``: the number of torch's current one; 0: the default one.
     """
 
     def __init__(self, seed: int | None = 0, num_devices: int = 1) -> None:
@@ -76,7 +78,7 @@ class Device(TorchDispatchMode):
 
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(storage, "device_of", self._device_of)
-        self._patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream))
+        self._patch.setattr(torch.cuda, "current_stream", self._current_stream)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -85,8 +87,12 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for index in self._devices:
-            self.fake.run(self.stream, index)
+            self.fake.run(self._current_stream(index).cuda_stream, index)
         return func(*args, **(kwargs or {}))
+
+    def _current_stream(self, device: torch.device | int) -> Any:
+        index = device if isinstance(device, int) else device.index or 0
+        return SimpleNamespace(cuda_stream=self.fake.stream(index, self.stream) if self.stream else 0)
 
     def _device_of(self, tensor: torch.Tensor) -> torch.device:
         memory = tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-// Of the CUDA path what is no kernel: memory of devices, copies that go on.
+// The CUDA path but for kernels: memory of devices, copies that go on.
 #include <memory>
 #include <vector>
 

@@ -87,8 +87,8 @@ class UsedDevices {
  public:
   const UsedDevice& at(int index) {
     const base::Lock lock(mutex_);
-    const auto found = devices_.find(index);
-    return found != devices_.end() ? found->second : devices_.emplace(index, use(index)).first->second;
+    const auto known = devices_.find(index);
+    return known != devices_.end() ? known->second : devices_.emplace(index, use(index)).first->second;
   }
 
  private:
@@ -99,9 +99,9 @@ class UsedDevices {
 }  // namespace
 
 void* Library::find(const char* function) const {
-  void* const found = ::dlsym(handle, function);
-  if (found == nullptr) base::fail(Code::kUnsupported, "{} (it lacks {})", too_old, function);
-  return found;
+  void* const address = ::dlsym(handle, function);
+  if (address == nullptr) base::fail(Code::kUnsupported, "{} (it lacks {})", too_old, function);
+  return address;
 }
 
 const Driver& driver() {

@@ -11,7 +11,7 @@
 
 namespace shardow::kernels::cuda {
 
-/// What dlopen() gave; it stays loaded.
+/// A library that dlopen() gave; it stays loaded.
 struct Library {
   void* handle;
   const char* too_old;                             ///< why a function may be missing
@@ -98,7 +98,7 @@ struct UsedDevice {
 const UsedDevice& used_device(int index);
 
 /// Makes a device's primary context, which torch uses too, the thread's current one, and what was before current again
-/// on the way out: no other device gets a context, half a gigabyte each. Meanwhile a graph that some thread captures
+/// at its end: no other device gets a context, half a gigabyte each. Meanwhile a graph that some thread captures
 /// does not forbid the engine to allocate, to free and to wait: none of that belongs to what is captured.
 class DeviceGuard {
  public:

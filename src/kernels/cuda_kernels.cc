@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/mutex.h"
+#include "base/turns.h"
 #include "kernels/cuda.h"
 #include "kernels/cuda_driver.h"
 #include "kernels/cuda_nvrtc.h"
@@ -18,8 +19,8 @@ class Loaded {
  public:
   const std::vector<void*>& functions(const Names& names, int index) {
     const base::Lock lock(mutex_);
-    const auto found = functions_.find({index, names});
-    if (found != functions_.end()) return found->second;
+    const auto known = functions_.find({index, names});
+    if (known != functions_.end()) return known->second;
     const Compiled& compiled = compiled_for(names, index);
     void* module = nullptr;
     driver().load_module(&module, compiled.image.data());
@@ -36,13 +37,13 @@ class Loaded {
  private:
   const Compiled& compiled_for(const Names& names, int index) SHARDOW_REQUIRES(mutex_) {
     const std::pair key{used_device(index).capability, names};
-    const auto found = compiled_.find(key);
-    if (found != compiled_.end()) return found->second;
-    const auto began = std::chrono::steady_clock::now();
+    const auto known = compiled_.find(key);
+    if (known != compiled_.end()) return known->second;
+    const base::Time began = base::now();
     const Compiled& compiled = compiled_.emplace(key, compile(names, index)).first->second;
     report_.compiler = compiled.compiler;
     report_.device = used_device(index).name;
-    report_.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    report_.seconds += std::chrono::duration<double>(base::now() - began).count();
     return compiled;
   }
 

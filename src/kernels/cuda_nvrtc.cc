@@ -51,15 +51,15 @@ std::string version_of(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
 }
 
-/// What messages end with.
+/// The end of messages.
 std::string device_and_driver(int index) {
   const auto& [context, name, capability, multiprocessors] = used_device(index);
   return fmt::format("device {} is {} of compute capability {}.{}, its driver is of CUDA {}", index, name,
                      capability / 10, capability % 10, version_of(driver_version()));
 }
 
-/// What SHARDOW_NVRTC names; else what the process has (torch's), what the loader finds, the toolkit's. An NVRTC of a
-/// later CUDA than the driver's writes code that the driver refuses, but for those of one major version.
+/// Opens what SHARDOW_NVRTC names; else what the process has (torch's), what the loader finds, the toolkit's. An NVRTC
+/// of a later CUDA than the driver's writes code that the driver refuses, but for those of one major version.
 void* open_library(int index) {
   if (const char* const named = std::getenv("SHARDOW_NVRTC"); named != nullptr && *named != '\0') {
     if (void* const handle = ::dlopen(named, RTLD_NOW | RTLD_LOCAL)) return handle;

@@ -1,5 +1,5 @@
-// What the kernels' headers use of the C and C++ libraries, for NVRTC, which has neither: its programs begin with this
-// file, and the libraries' own headers are empty there.
+// Stands in for the C and C++ libraries' headers, as far as the kernels use them, for NVRTC, which has neither: its
+// programs begin with this file, and the libraries' headers are empty there.
 #pragma once
 
 using int8_t = signed char;

@@ -6,7 +6,7 @@
 // used in turn, so that the host waits only when it is kSlots replays ahead.
 //
 // How streams follow one another: a table knows the stream that it used last; the first use of another one waits, on
-// the device, for what the last one had to do. A capture can't wait for what is outside of it: whoever captures has
+// the device, for what the last one had to do. A capture can't wait for what is outside of it: who captures has
 // synchronised before, as torch does.
 #include <algorithm>
 #include <cstring>
@@ -173,7 +173,7 @@ class TableImpl final : public Table {
 
   Work work() const { return {resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()}; }
 
-  /// On a stream of its own, so that nothing waits for what the device has to do for others.
+  /// Fills the device's memory on a private stream, so that nothing waits for what the device has to do for others.
   void fill(std::span<const Chunk> chunks, const std::vector<Tile>& tiles) {
     const Stream stream;
     if (num_tiles_ > 0) {

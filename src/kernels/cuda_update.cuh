@@ -155,12 +155,12 @@ inline constexpr int kBlocks = std::is_same_v<S, double>            ? 2
                                                                     : 4;
 
 /// The sum over a warp, in its first lane at least. One instruction from sm_80 on.
-__device__ inline unsigned sum_of_warp(unsigned mine) {
+__device__ inline unsigned sum_of_warp(unsigned value) {
 #if __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(0xffffffffu, mine);
+  return __reduce_add_sync(0xffffffffu, value);
 #else
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) mine += __shfl_down_sync(0xffffffffu, mine, distance);
-  return mine;
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) value += __shfl_down_sync(0xffffffffu, value, distance);
+  return value;
 #endif
 }
 
@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
   const Work table = replay != nullptr ? replay->work : work;
   if (index >= table.num_tiles) return;
   const Tile tile = table.tiles[index];
-  const int mine = update_any<S, P...>(table.chunks[tile.chunk], tile, used, lane, prepared[warp]);
-  const unsigned non_finite = sum_of_warp(static_cast<unsigned>(mine));
+  const int met = update_any<S, P...>(table.chunks[tile.chunk], tile, used, lane, prepared[warp]);
+  const unsigned non_finite = sum_of_warp(static_cast<unsigned>(met));
   if (lane == 0 && non_finite > 0) {
     atomicAdd(&table.tally->non_finite, static_cast<unsigned long long>(non_finite));
     atomicMax(&table.tally->last_chunk, 0xffffffffu - tile.chunk);

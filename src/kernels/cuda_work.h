@@ -1,4 +1,4 @@
-// What the host gives the kernels for CUDA devices: a table in device memory, cut into tiles. Host and device read this
+// The arguments of the kernels for CUDA devices: a table in device memory, cut into tiles. Host and device read this
 // header.
 #pragma once
 
@@ -23,7 +23,7 @@ struct DeviceTally {
   unsigned int last_chunk;
 };
 
-/// What an update reads and writes; all of it in device memory.
+/// An update's memory, all of it on the device.
 struct Work {
   const Chunk* chunks;
   const Tile* tiles;
@@ -31,7 +31,7 @@ struct Work {
   DeviceTally* tally;
 };
 
-/// What a replayed update does, in device memory at the one address that its graph keeps. Zeros: nothing.
+/// The work of a replayed update, in device memory at the one address that its graph keeps. Zeros: nothing.
 struct Replay {
   Step step;
   Work work;

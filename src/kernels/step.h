@@ -1,4 +1,4 @@
-// What an update is told: the numbers that all chunks share, and the chunks. Host and device read this header.
+// The arguments of an update: the numbers that all chunks share, and the chunks. Host and device read this header.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ enum class Form : uint8_t {
   kStochastic
 };
 
-/// What all chunks of one update share. Trivially copyable: the CUDA kernel reads it from device memory.
+/// The numbers that all chunks of one update share. Trivially copyable: the CUDA kernel reads it from device memory.
 struct Step {
   struct One {
     Form form;

@@ -1,4 +1,4 @@
-// What tests ask of the fake driver, in C++ and (at the end) in C, for ctypes.
+// The tests' side of the fake driver, in C++ and (at the end) in C, for ctypes.
 
 #include <algorithm>
 #include <cstring>
@@ -13,12 +13,12 @@ namespace shardow::fake {
 std::function<void()> between;
 
 World& world() {
-  static World* const one = [] {
+  static World* const only = [] {
     auto* const made = new World;  // never destroyed: engines free their memory at exit
     made->memory.start(false);
     return made;
   }();
-  return *one;
+  return *only;
 }
 
 void World::note(const char* what, void* stream, const void* subject) {
@@ -76,9 +76,9 @@ std::vector<Call> calls() {
 }
 
 std::vector<Call> calls_of(const std::string& what) {
-  std::vector<Call> found = calls();
-  std::erase_if(found, [&](const Call& call) { return call.what != what; });
-  return found;
+  std::vector<Call> named = calls();
+  std::erase_if(named, [&](const Call& call) { return call.what != what; });
+  return named;
 }
 
 void clear() {
@@ -201,6 +201,9 @@ void fake_reset(int num_devices, int64_t seed) {
   using namespace shardow::fake;
   const auto drawn = seed < 0 ? std::nullopt : std::optional(static_cast<uint64_t>(seed));
   reset({.num_devices = num_devices, .seed = drawn, .log = false});
+}
+void* fake_stream(int device, int number) {
+  return shardow::fake::stream(device, number);
 }
 void fake_run(void* stream, int device) {
   shardow::fake::run(device, stream);

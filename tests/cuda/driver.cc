@@ -24,7 +24,7 @@ int number_from(const char* variable, int otherwise) {
   return text != nullptr ? std::atoi(text) : otherwise;
 }
 
-/// What most functions begin with.
+/// Begins most functions.
 std::unique_lock<std::mutex> called_with_context(const char* function) {
   if (contexts_of_thread.empty()) {
     std::fprintf(stderr, "%s without a current context\n", function);
@@ -38,7 +38,7 @@ Result lose(Capture& capture, Result result) {
   return result;
 }
 
-/// Of a call that no graph repeats: captures forbid it by their modes and the thread's, and are lost by it.
+/// Checks a call that no graph repeats: captures forbid it by their modes and the thread's, and are lost by it.
 Result outside_of_captures() {
   Result result = kSuccess;
   if (mode_of_thread == kRelaxed) return result;
@@ -50,11 +50,11 @@ Result outside_of_captures() {
   return result;
 }
 
-/// Of a wait for a stream, or a question to it.
+/// Checks a wait for a stream, or a question to it.
 Result outside_of_capture_of(void* stream) {
   if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
-  const auto found = world().captures.find(stream);
-  return found != world().captures.end() ? lose(*found->second, kCaptureUnsupported) : outside_of_captures();
+  const auto entry = world().captures.find(stream);
+  return entry != world().captures.end() ? lose(*entry->second, kCaptureUnsupported) : outside_of_captures();
 }
 
 /// The default stream waits for blocking ones, which a capture can't have.
@@ -71,14 +71,14 @@ Result implicit(void* stream) {
 Result enqueue(void* stream, Work work, const std::vector<const void*>& touched, MarkPtr* mark = nullptr) {
   if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
   if (const Result result = implicit(stream)) return result;
-  const auto found = world().captures.find(stream);
-  if (found == world().captures.end()) {
+  const auto entry = world().captures.find(stream);
+  if (entry == world().captures.end()) {
     const MarkPtr end = world().streams.add(current_device(), stream, std::move(work));
     if (mark != nullptr) *mark = end;
     return state();
   }
-  if (found->second->invalid) return kCaptureInvalidated;
-  Graph& graph = found->second->graph;
+  if (entry->second->invalid) return kCaptureInvalidated;
+  Graph& graph = entry->second->graph;
   graph.nodes.push_back(std::move(work));
   for (const void* address : touched) {
     if (const uint64_t block = world().memory.block_of(address)) graph.blocks.insert(block);
@@ -339,9 +339,9 @@ int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
   all.note("stream waits", stream, event);
   if (const Result result = state()) return result;
   if (!all.events.count(event) || (stream != nullptr && !all.streams.kind_of(stream))) return kInvalidHandle;
-  const auto found = all.captures.find(stream);
-  if (found != all.captures.end())
-    return event->captured == found->second ? kSuccess : lose(*found->second, kCaptureIsolation);
+  const auto entry = all.captures.find(stream);
+  if (entry != all.captures.end())
+    return event->captured == entry->second ? kSuccess : lose(*entry->second, kCaptureIsolation);
   if (event->captured != nullptr) {  // joins the capture, behind all that it has
     all.captures[stream] = event->captured;
   } else if (event->mark != nullptr && !all.drops_waits) {
@@ -375,8 +375,8 @@ int cuEventRecord(Event* event, void* stream) {
   if (const Result result = state()) return result;
   if (!world().events.count(event) || event->device != current_device() || !is_current(stream)) return kInvalidHandle;
   if (const Result result = implicit(stream)) return result;
-  const auto found = world().captures.find(stream);
-  event->captured = found != world().captures.end() ? found->second : nullptr;
+  const auto entry = world().captures.find(stream);
+  event->captured = entry != world().captures.end() ? entry->second : nullptr;
   if (event->captured == nullptr) event->mark = world().streams.add(current_device(), stream, Work{});
   return kSuccess;
 }
@@ -392,8 +392,8 @@ int cuEventSynchronize(Event* event) {
 int cuStreamIsCapturing(void* stream, int* status) {
   const auto lock = called_with_context("cuStreamIsCapturing");
   if (const Result result = implicit(stream)) return result;
-  const auto found = world().captures.find(stream);
-  *status = found == world().captures.end() ? 0 : found->second->invalid ? 2 : 1;
+  const auto entry = world().captures.find(stream);
+  *status = entry == world().captures.end() ? 0 : entry->second->invalid ? 2 : 1;
   return kSuccess;
 }
 int cuStreamBeginCapture_v2(void* stream, int mode) {
@@ -405,9 +405,9 @@ int cuStreamBeginCapture_v2(void* stream, int mode) {
 }
 int cuStreamEndCapture(void* stream, Graph** graph) {
   const auto lock = called_with_context("cuStreamEndCapture");
-  const auto found = world().captures.find(stream);
-  if (found == world().captures.end() || found->second->origin != stream) return kCaptureUnmatched;
-  const std::shared_ptr<Capture> capture = found->second;
+  const auto entry = world().captures.find(stream);
+  if (entry == world().captures.end() || entry->second->origin != stream) return kCaptureUnmatched;
+  const std::shared_ptr<Capture> capture = entry->second;
   if (capture->mode != kRelaxed && capture->thread != std::this_thread::get_id()) return kCaptureWrongThread;
   std::erase_if(world().captures, [&](const auto& other) { return other.second == capture; });
   *graph = capture->invalid ? nullptr : new Graph(capture->graph);

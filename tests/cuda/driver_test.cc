@@ -158,7 +158,7 @@ class FakeCapture : public FakeDevice {
     if (graph != nullptr) graph_calls().destroy(graph);
     return graph == nullptr;
   }
-  /// What a call says, of this thread or of another one, and whether it cost the capture.
+  /// Returns what a call says, of this thread or of another one, and whether it cost the capture.
   std::pair<int, bool> outcome(int mode, bool elsewhere, const std::function<int()>& call) {
     begin(mode);
     int status = 0;

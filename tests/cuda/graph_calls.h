@@ -1,4 +1,4 @@
-// What tests use of CUDA's driver and the engine does not: captures, graphs, questions to streams.
+// Functions of CUDA's driver that tests use and the engine does not: captures, graphs, questions to streams.
 #pragma once
 
 #include <dlfcn.h>

@@ -77,10 +77,10 @@ void* Memory::take_from_arena(size_t bytes) {
 }
 
 bool Memory::give(void* memory) {
-  const auto found = blocks_.find(memory);
-  if (found == blocks_.end()) return false;
-  const Block block = found->second;
-  blocks_.erase(found);
+  const auto entry = blocks_.find(memory);
+  if (entry == blocks_.end()) return false;
+  const Block block = entry->second;
+  blocks_.erase(entry);
   allocated_ -= block.counted;
   if (!block.in_arena) {
     std::free(memory);
@@ -100,10 +100,10 @@ bool Memory::give(void* memory) {
 }
 
 const Memory::Block* Memory::find(const void* memory) const {
-  auto found = blocks_.upper_bound(memory);
-  if (found == blocks_.begin()) return nullptr;
-  --found;
-  return memory < static_cast<const std::byte*>(found->first) + found->second.bytes ? &found->second : nullptr;
+  auto entry = blocks_.upper_bound(memory);
+  if (entry == blocks_.begin()) return nullptr;
+  --entry;
+  return memory < static_cast<const std::byte*>(entry->first) + entry->second.bytes ? &entry->second : nullptr;
 }
 
 bool Memory::pinned(const void* memory) const {

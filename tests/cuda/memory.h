@@ -1,4 +1,4 @@
-// What the fake driver gives: memory of a device and pinned memory of the host.
+// Memory that the fake driver gives: a device's, and pinned memory of the host.
 #pragma once
 
 #include <cstddef>

@@ -189,7 +189,7 @@ void Streams::only(const MarkPtr& mark) {
   while (!done(mark)) {
     const auto has = [&](const Stream& stream) {
       return std::any_of(stream.queue.begin(), stream.queue.end(),
-                         [&](const Operation& one) { return one.mark == mark; });
+                         [&](const Operation& operation) { return operation.mark == mark; });
     };
     const auto stream = std::find_if(streams_.begin(), streams_.end(), has);
     for (const MarkPtr& other : std::vector<MarkPtr>(stream->queue.front().after)) only(other);

@@ -16,7 +16,7 @@
 
 namespace shardow::fake {
 
-/// Of an operation; others wait for it.
+/// The end of an operation; others wait for it.
 struct Mark {
   bool done = false;
 };

@@ -55,8 +55,8 @@ class Twins {
   }
 
   const Twin* find(const std::string& name) const {
-    const auto found = twins_.find(name);
-    return found != twins_.end() ? &found->second : nullptr;
+    const auto entry = twins_.find(name);
+    return entry != twins_.end() ? &entry->second : nullptr;
   }
 
  private:
@@ -69,7 +69,7 @@ class Twins {
   template <class... T>
   struct Types {};
 
-  /// Of every subset of the parameters' types.
+  /// Adds those of every subset of the parameters' types.
   template <class S, class... P, class Next, class... Rest>
   void add_updates(Types<P...>, Types<Next, Rest...>) {
     add_updates<S>(Types<P...>{}, Types<Rest...>{});

@@ -1,4 +1,4 @@
-// What the files of the fake driver share.
+// State and errors of the fake driver.
 #pragma once
 
 #include <map>
@@ -37,7 +37,7 @@ enum Result {
   kCaptureWrongThread = 908,
 };
 
-/// What a graph does, one after the other, and which blocks of memory it was given.
+/// The work of a graph, one after the other, and the blocks of memory that it was given.
 struct Graph {
   std::vector<Work> nodes;
   std::set<uint64_t> blocks;

@@ -59,7 +59,9 @@ def compile_kernels(path: Path, architecture: int, names: list[str]) -> tuple[by
         assert call("nvrtcAddNameExpression", handle, name.encode()) == 0
     options = ["--std=c++20", f"--gpu-architecture=sm_{architecture}", "--fmad=false", "-default-device"]
     options += ["--diag-suppress=161", "--ptxas-options=-v"]
-    status = call("nvrtcCompileProgram", handle, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options)))
+    status = call(
+        "nvrtcCompileProgram", handle, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))
+    )
     log = text("ProgramLog").rstrip(b"\0").decode()
     assert status == 0, log
     lowered = []

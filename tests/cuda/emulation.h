@@ -22,6 +22,9 @@
 struct Dimension {
   unsigned x;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };

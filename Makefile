@@ -12,7 +12,6 @@ WERROR := $(if $(CI),ON,OFF)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # ccache is used where it is installed.
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
-export CMAKE_CUDA_COMPILER_LAUNCHER ?= $(CMAKE_CXX_COMPILER_LAUNCHER)
 
 # The demo's set-up is the first part of the tests'.
 STEPS := $(if $(filter-out demo,$(or $(MAKECMDGOALS),all)),5,3)
@@ -32,7 +31,7 @@ build: build/.tests  ## set-up, and a build of all but the benchmarks
 test: build  ## every test; Python's, which wait more than they work, beside the others
 	$(MAKE) -j2 test-python test-cpp
 
-test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; nvcc's build
+test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
 	tools/gpu-rehearsal $(BIN)/python
 	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R cuda_programs
 	SHARDOW_ALL=1 $(MAKE) test-python
@@ -129,7 +128,7 @@ lint: build/.installed build/.test-setup build/.optional build/.lint  ## lengths
 	$(PYTHON) tools/lint_words.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	clang-format-14 --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
+	clang-format-14 --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cuh')
 	cp build/release/_core.pyi python/shardow/
 	$(BIN)/mypy
 	$(BIN)/cmake --preset lint >/dev/null
@@ -137,7 +136,7 @@ lint: build/.installed build/.test-setup build/.optional build/.lint  ## lengths
 	  clang-tidy-14 --quiet --extra-arg=-Wno-unknown-warning-option -p build/lint
 
 format: build/.test-setup build/.lint  ## rewrite sources in house style
-	clang-format-14 -i $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
+	clang-format-14 -i $$(git ls-files '*.h' '*.cc' '*.cuh')
 	$(BIN)/ruff check --fix -q . || true
 	$(BIN)/ruff format -q .
 
@@ -173,10 +172,6 @@ build/.venv: tools/requirements-demo.txt build/.system
 	@$(PIP) -r $<
 	@touch $@
 
-# nvcc takes longest of all: kernels for devices are compiled where one answers, and for it alone; wheels have all.
-CUDA ?= $(if $(shell nvidia-smi -L 2>/dev/null),AUTO,OFF)
-CUDA_ARCHITECTURES ?= native
-
 # What is installed. The tests are built in the same folder afterwards, and compile nothing of this again.
 TESTS = $(if $(wildcard build/.tests),ON,OFF)
 build/.installed: build/.venv pyproject.toml $(ENGINE)
@@ -185,7 +180,6 @@ build/.installed: build/.venv pyproject.toml $(ENGINE)
 	  "-Cbuild.targets=_core;_core_stub;shardow_command;shardow_pages" \
 	  -Ccmake.define.SHARDOW_TESTS=$(TESTS) -Ccmake.define.SHARDOW_SHARED=ON -Ccmake.define.SHARDOW_COMMAND=ON \
 	 $(subst ON,AUTO,$(TESTS)) \
-	  -Ccmake.define.SHARDOW_CUDA=$(CUDA) -Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) \
 	  -Ccmake.define.SHARDOW_WERROR=$(WERROR)
 	@touch $@
 

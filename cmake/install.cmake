@@ -29,8 +29,5 @@ install(DIRECTORY include/shardow DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} ${cpp}
 configure_package_config_file(cmake/shardow-config.cmake.in shardow-config.cmake INSTALL_DESTINATION ${package})
 write_basic_package_version_file(shardow-config-version.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/shardow-config.cmake ${CMAKE_CURRENT_BINARY_DIR}/shardow-config-version.cmake DESTINATION ${package} ${cpp})
-if(SHARDOW_HAVE_CUDA)
-  set(SHARDOW_PC_CUDA "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lrt -ldl")
-endif()
 configure_file(cmake/shardow.pc.in shardow.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/shardow.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig ${cpp})

@@ -1,5 +1,4 @@
-# The extension again, for Python tests, never installed: hooks/_core has the submodule `hooks` besides, and fake/_core has
-# it too and lies over the fake device.
+# The extension again, for Python tests, never installed: hooks/_core has the submodule `hooks` besides.
 function(add_test_module name folder)
   nanobind_add_module(${name} STABLE_ABI NB_STATIC NOMINSIZE NB_DOMAIN shardow_${folder}
     $<FILTER:$<TARGET_OBJECTS:_core>,EXCLUDE,module\\.cc> tests/hooks/hooks.cc $<TARGET_OBJECTS:group_checks> $<TARGET_OBJECTS:roofline> ${ARGN})
@@ -8,5 +7,3 @@ function(add_test_module name folder)
   target_link_libraries(${name} PRIVATE shardow fmt::fmt)
 endfunction()
 add_test_module(_core_hooks hooks tests/hooks/module.cc)
-add_test_module(_core_fake fake tests/cuda/fake_module.cc $<TARGET_OBJECTS:fake_device>)
-target_include_directories(_core_fake BEFORE PRIVATE tests/cuda/include tests/cuda)

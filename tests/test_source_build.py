@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +24,7 @@ def configure(build: Path, *options: str, path: str = "/usr/bin:/bin") -> str:
 
 def test_all_missing_libraries_are_named_by_their_packages(tmp_path: Path) -> None:
     hidden = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("hwy", "fmt")]
-    assert "apt-get install libhwy-dev libfmt-dev" in configure(
-        tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", *hidden
-    )
+    assert "apt-get install libhwy-dev libfmt-dev" in configure(tmp_path, "-DSHARDOW_TESTS=OFF", *hidden)
 
 
 def test_without_a_compiler_all_packages_are_named(tmp_path: Path) -> None:
@@ -45,32 +42,16 @@ def test_without_a_compiler_all_packages_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("wanted", "left_out"), [("AUTO", True), ("ON", False)])
 def test_the_library_of_the_command_is_named_and_may_be_missing(wanted: str, left_out: bool, tmp_path: Path) -> None:
     hidden = "-DCMAKE_DISABLE_FIND_PACKAGE_CLI11=ON"
-    told = configure(tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", f"-DSHARDOW_COMMAND={wanted}", hidden)
+    told = configure(tmp_path, "-DSHARDOW_TESTS=OFF", f"-DSHARDOW_COMMAND={wanted}", hidden)
     assert "apt-get install libcli11-dev" in told
     assert ("The command shardow is left out" in told, "Generating done" in told) == (left_out, left_out)
 
 
 def test_missing_headers_of_python_are_named(tmp_path: Path) -> None:
     hidden = ["-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON", "-DSHARDOW_PYTHON=ON"]
-    told = configure(tmp_path, "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=OFF", *hidden)
+    told = configure(tmp_path, "-DSHARDOW_TESTS=OFF", *hidden)
     assert "headers of Python" in told
     assert "apt-get install python3-dev" in told
-
-
-@pytest.mark.parametrize("torchs_cuda", ["None", "'13.0'"])
-def test_cuda_is_compiled_where_torch_has_it(tmp_path: Path, torchs_cuda: str) -> None:
-    (tmp_path / "packages/torch").mkdir(parents=True)
-    (tmp_path / "packages/torch/version.py").write_text(
-        f"debug = False\ncuda: Optional[str] = {torchs_cuda}\nhip: Optional[str] = None\n"
-    )
-    python = tmp_path / "python"  # an interpreter whose packages are those above
-    python.write_text(
-        f'#!/bin/sh\ncase "$2" in *platlib*) echo {tmp_path}/packages;; *) exec {sys.executable} "$@";; esac\n'
-    )
-    python.chmod(0o755)
-    told = configure(tmp_path / "build", "-DSHARDOW_TESTS=OFF", "-DSHARDOW_CUDA=TORCH", f"-DPython_EXECUTABLE={python}")
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin:/usr/local/cuda-13.0/bin")
-    assert f"CUDA kernels: {'ON' if torchs_cuda != 'None' and nvcc else 'OFF'} (SHARDOW_CUDA=TORCH)" in told
 
 
 def compiled(build: Path) -> dict[str, str]:
@@ -85,7 +66,7 @@ def compiled(build: Path) -> dict[str, str]:
 
 
 def test_the_tests_compile_nothing_of_the_extension_and_the_command_again(tmp_path: Path) -> None:
-    common = ("-DSHARDOW_PYTHON=ON", "-DSHARDOW_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}")
+    common = ("-DSHARDOW_PYTHON=ON", f"-DPython_EXECUTABLE={sys.executable}")
     configure(tmp_path, "-DSHARDOW_TESTS=OFF", *common)
     before = compiled(tmp_path)
     assert len(before) > 20

@@ -1,15 +1,14 @@
-"""Extension modules of the tests' own, in place of the shipped ``shardow._core``: linked from the same objects, with
-more in them.
+"""Modules and libraries that must be in a process before shardow is imported, so each has processes for itself.
 
-``HOOKS`` has ``shardow._core.hooks`` besides: functions that stop and count what the engine does (tests/hooks).
-``FAKE`` has it too, and a CUDA device that only tests have; fake_device.py is its face.
-
-A module is chosen before shardow is imported, so each runs in processes of its own.
+``HOOKS``: an extension module in place of the shipped ``shardow._core``, linked from the same objects, which has
+``shardow._core.hooks`` besides: functions that stop and count what the engine does (tests/hooks).
+``FAKE``: the shipped module, and a CUDA driver and an NVRTC that only tests have; fake_device.py is its face.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -27,18 +26,22 @@ _BUILD = Path(__file__).parents[2] / "build" / "release"
 
 
 class CoreModule:
-    """``folder``: of build/release, where the module lies."""
+    """``patterns``: what lies in build/release, an extension module or a library that the engine opens by its name."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, *patterns: str) -> None:
+        self._patterns = patterns
         self._pool: ranks.Pool | None = None
 
     def install(self) -> None:
         """In a process that has not imported shardow yet."""
         assert "shardow" not in sys.modules, "shardow has its extension module already"
-        path = next((_BUILD / self._folder).glob("_core*.so"), None)
-        assert path is not None, f"no {_BUILD / self._folder}/_core*.so: make build"
-        sys.meta_path.insert(0, _Finder(path))  # type: ignore[arg-type]
+        for pattern in self._patterns:
+            path = next(_BUILD.glob(pattern), None)
+            assert path is not None, f"no {_BUILD / pattern}: make build"
+            if path.name.startswith("_core"):
+                sys.meta_path.insert(0, _Finder(path))  # type: ignore[arg-type]
+            else:
+                ctypes.CDLL(str(path))
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Calls ranks.run() with ranks that have this module."""
@@ -67,12 +70,12 @@ class CoreModule:
     def _new_pool(self) -> ranks.Pool:
         import ranks
 
-        return ranks.Pool(multiprocessing.get_context("spawn"), functools.partial(_serve, self._folder))
+        return ranks.Pool(multiprocessing.get_context("spawn"), functools.partial(_serve, self._patterns))
 
 
-def _serve(folder: str, *args: Any) -> None:
+def _serve(patterns: tuple[str, ...], *args: Any) -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning of a timeout looks up names, for seconds
-    CoreModule(folder).install()
+    CoreModule(*patterns).install()
     import ranks
 
     ranks._serve(*args)
@@ -90,5 +93,6 @@ class _Finder:
         return importlib.util.spec_from_file_location(name, self._path) if name == "shardow._core" else None
 
 
-HOOKS = CoreModule("hooks")
-FAKE = CoreModule("fake")
+HOOKS = CoreModule("hooks/_core*.so")
+FAKE = CoreModule("fake/libcuda.so.1", "fake/libnvrtc.so.12")
+FAKE_AND_HOOKS = CoreModule("fake/libcuda.so.1", "hooks/_core*.so")

@@ -32,8 +32,8 @@
 #include <type_traits>
 
 #include "kernels/bits.h"
-#include "kernels/kernels.h"
 #include "kernels/noise.h"
+#include "kernels/step.h"
 
 namespace shardow::kernels {
 
@@ -181,27 +181,30 @@ SHARDOW_HD S next_as(T w, T decay, T p, S average, uint32_t noise) {
   }
 }
 
-/// Calls visit.template operator()<op>() with the operation as a constant: one switch, outside of any loop over
-/// elements.
-template <class Visit>
+/// Calls visit.template operator()<op>() with the operation of an S as a constant: one switch, outside of any loop over
+/// elements. resolve() gives 16-bit averages two.
+template <class S, class Visit>
 SHARDOW_HD auto with_op(Op op, Visit&& visit) {
-  switch (op) {
-    case Op::kCopy: return visit.template operator()<Op::kCopy>();
-    case Op::kLerpFromParameter: return visit.template operator()<Op::kLerpFromParameter>();
-    case Op::kMulAdd: return visit.template operator()<Op::kMulAdd>();
-    case Op::kTwoProducts: return visit.template operator()<Op::kTwoProducts>();
-    case Op::kDifference: return visit.template operator()<Op::kDifference>();
-    case Op::kQuotient: return visit.template operator()<Op::kQuotient>();
-    case Op::kStochastic: return visit.template operator()<Op::kStochastic>();
-    case Op::kIntegerStep: return visit.template operator()<Op::kIntegerStep>();
-    default: return visit.template operator()<Op::kLerp>();
+  if (op == Op::kCopy) return visit.template operator()<Op::kCopy>();
+  if constexpr (is_16_bit<S>) {
+    return visit.template operator()<Op::kIntegerStep>();
+  } else {
+    switch (op) {
+      case Op::kLerpFromParameter: return visit.template operator()<Op::kLerpFromParameter>();
+      case Op::kMulAdd: return visit.template operator()<Op::kMulAdd>();
+      case Op::kTwoProducts: return visit.template operator()<Op::kTwoProducts>();
+      case Op::kDifference: return visit.template operator()<Op::kDifference>();
+      case Op::kQuotient: return visit.template operator()<Op::kQuotient>();
+      case Op::kStochastic: return visit.template operator()<Op::kStochastic>();
+      default: return visit.template operator()<Op::kLerp>();
+    }
   }
 }
 
 template <class S, class T = Computing<S>>
 SHARDOW_HD S next(const Formula<T>& formula, T p, S average, uint32_t noise) {
-  return with_op(formula.op,
-                 [&]<Op kOp>() { return next_as<kOp, S>(formula.weight, formula.decay, p, average, noise); });
+  return with_op<S>(formula.op,
+                    [&]<Op kOp>() { return next_as<kOp, S>(formula.weight, formula.decay, p, average, noise); });
 }
 
 }  // namespace shardow::kernels

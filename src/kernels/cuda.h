@@ -1,21 +1,21 @@
-// The same kernels on CUDA devices. cuda.cu and cuda_device.cc fill this where a toolkit is found, no_cuda.cc
-// elsewhere: callers have no #ifdef.
+// The same kernels on CUDA devices, by CUDA's driver and by NVRTC, CUDA's compiler, as they are found when they are
+// first needed (cuda_driver.h, cuda_nvrtc.h): nothing of CUDA is needed to build this.
 //
-// Everything is enqueued on the given stream; nothing waits except read_tally(). Functions throw kUnsupported without a
-// toolkit or a device, kOutOfMemory where the device or pinned memory has none left, kInternal with the runtime's
-// message when a launch fails.
+// Everything is enqueued on the given stream; nothing waits except upload() and read_tally(). Functions throw
+// kUnsupported without a device, kOutOfMemory where the device or pinned memory has none left, kInternal with the
+// driver's message when a launch fails.
 #pragma once
 
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "kernels/kernels.h"
 
 namespace shardow::kernels::cuda {
 
-bool built() noexcept;           ///< compiled with a CUDA toolkit
-bool available() noexcept;       ///< built, and a device answers
+bool available() noexcept;       ///< a device answers
 const char* why_not() noexcept;  ///< one sentence for messages where !available()
 
 /// The chunks of one binding, uploaded once, with the step block and the tally beside them in device memory.
@@ -36,7 +36,16 @@ class Table {
 
 bool capturing(const Device& device);  ///< the stream is being captured into a graph
 
+/// Averages of one dtype. Compiles and loads the kernels for the chunks' dtypes where the process has none yet, most of
+/// a second; kUnsupported where there is no NVRTC that does.
 std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device);
+
+/// What NVRTC has done in this process.
+struct CompileReport {
+  std::string compiler, device;  ///< "NVRTC 12.9"; empty: nothing was compiled
+  double seconds = 0;
+};
+CompileReport compile_report();
 
 void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
           Direction direction, Device device);
@@ -61,7 +70,7 @@ class Copy {
 std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device);
 
 /// Copies between a device and pinned memory, one after the other on a stream of their own, beside all else that the
-/// device does. The runtime reports a copy that fails where it is begun, or to whoever waits for a mark behind it. One
+/// device does. The driver reports a copy that fails where it is begun, or to whoever waits for a mark behind it. One
 /// thread at a time copies and marks; another one may follow(), join() and hold() meanwhile.
 class Link {
  public:

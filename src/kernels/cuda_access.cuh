@@ -1,6 +1,7 @@
-// How a warp reads and writes: eight elements per lane and group, streaming (each byte is touched once per update, so
-// it should not displace the model in the L2 cache). Contiguous where every pointer allows 16-byte accesses, else
-// strided by the warp, which coalesces as well, in narrower accesses.
+// How a warp reads and writes: groups of 256 elements, eight a lane, streaming (each byte is touched once per update,
+// so it should not displace the model in the L2 cache). Where every pointer allows 16-byte accesses a lane has pieces
+// of 16 bytes of the type S, lane after lane, so that an access of the warp is a range without holes; elsewhere, and in
+// a group that is not full, single elements, strided by the warp.
 #pragma once
 
 #include <cstdint>
@@ -8,72 +9,85 @@
 #include <type_traits>
 
 #include "kernels/bits.h"
+#include "kernels/cuda_work.h"
 
 namespace shardow::kernels::cuda {
-
-inline constexpr int kLanes = 32, kPerLane = 8, kGroup = kLanes * kPerLane;  // elements of a lane's group, of a warp's
 
 __device__ inline bool aligned(const void* pointer) {
   return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
 }
 
-template <class T>
-using Word = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+template <int kBytes>
+using Word =
+    std::conditional_t<kBytes == 2, uint16_t,
+                       std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 8, uint2, uint4>>>;
 
-/// Eight contiguous elements in 16-byte accesses.
-template <class T>
-__device__ inline void load_16_bytes(const T* from, T (&to)[kPerLane]) {
-  uint4 words[sizeof(to) / 16];
+/// `kCount` contiguous elements in the widest accesses.
+template <int kCount, class T>
+__device__ inline void load_piece(const T* from, T* to) {
+  using Wide = Word<kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16>;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(to) / 16); ++i)
-    words[i] = __ldcs(reinterpret_cast<const uint4*>(from) + i);
-  memcpy(to, words, sizeof(to));
+  for (int i = 0; i < static_cast<int>(kCount * sizeof(T) / sizeof(Wide)); ++i) {
+    const Wide word = __ldcs(reinterpret_cast<const Wide*>(from) + i);
+    memcpy(to + i * (sizeof(Wide) / sizeof(T)), &word, sizeof(Wide));
+  }
 }
 
-template <class T>
-__device__ inline void store_16_bytes(T* to, const T (&from)[kPerLane]) {
-  uint4 words[sizeof(from) / 16];
-  memcpy(words, from, sizeof(from));
+template <int kCount, class T>
+__device__ inline void store_piece(T* to, const T* from) {
+  using Wide = Word<kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16>;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(from) / 16); ++i) __stcs(reinterpret_cast<uint4*>(to) + i, words[i]);
+  for (int i = 0; i < static_cast<int>(kCount * sizeof(T) / sizeof(Wide)); ++i) {
+    Wide word;
+    memcpy(&word, from + i * (sizeof(Wide) / sizeof(T)), sizeof(Wide));
+    __stcs(reinterpret_cast<Wide*>(to) + i, word);
+  }
 }
 
-/// Which elements of a warp's group a lane has: first, first + stride, ...
-struct Access {
-  bool contiguous;
-  int first, stride;
+/// A lane's elements of one group, of which `left` are there.
+template <class S>
+class Access {
+ public:
+  __device__ Access(bool every_pointer_aligned, int lane, int64_t left)
+      : left_(left < kGroup ? static_cast<int>(left) : kGroup),
+        first_(every_pointer_aligned && left >= kGroup ? lane * kPiece : lane),
+        stride_(every_pointer_aligned && left >= kGroup ? 1 : kLanes) {}
 
-  __device__ Access(bool every_pointer_aligned, int lane)
-      : contiguous(every_pointer_aligned),
-        first(contiguous ? lane * kPerLane : lane),
-        stride(contiguous ? 1 : kLanes) {}
+  /// Where the lane's j-th element is in the group.
+  __device__ int element(int j) const { return first_ + j / kPiece * (kPiece * kLanes) + j % kPiece * stride_; }
 
+  /// Zeros for elements that are not there.
   template <class T>
   __device__ void load(const T* group, T (&to)[kPerLane]) const {
-    if (contiguous) {
-      load_16_bytes(group + first, to);
+    if (stride_ == 1) {
+#pragma unroll
+      for (int j = 0; j < kPerLane; j += kPiece) load_piece<kPiece>(group + element(j), to + j);
       return;
     }
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      const Word<T> word = __ldcs(reinterpret_cast<const Word<T>*>(group) + first + j * stride);
-      memcpy(&to[j], &word, sizeof(T));
+      to[j] = T{};
+      if (element(j) < left_) load_piece<1>(group + element(j), to + j);
     }
   }
 
   template <class T>
   __device__ void store(T* group, const T (&from)[kPerLane]) const {
-    if (contiguous) {
-      store_16_bytes(group + first, from);
+    if (stride_ == 1) {
+#pragma unroll
+      for (int j = 0; j < kPerLane; j += kPiece) store_piece<kPiece>(group + element(j), from + j);
       return;
     }
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      Word<T> word;
-      memcpy(&word, &from[j], sizeof(T));
-      __stcs(reinterpret_cast<Word<T>*>(group) + first + j * stride, word);
+      if (element(j) < left_) store_piece<1>(group + element(j), from + j);
     }
   }
+
+ private:
+  static constexpr int kPiece = 16 / sizeof(S);
+
+  int left_, first_, stride_;
 };
 
 }  // namespace shardow::kernels::cuda

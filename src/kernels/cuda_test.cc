@@ -1,17 +1,17 @@
-// The device against the reference, with the CPU's tables of cases: equal, not close. Needs a device; elsewhere the
-// tests are skipped, loudly.
-#ifdef SHARDOW_HAVE_CUDA
-
+// The device against the reference, with the CPU's tables of cases: equal, not close. Needs a device, or a driver that
+// has none (tests/cuda); elsewhere the tests are skipped, loudly.
 #include "kernels/cuda.h"
 
-#include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "graph_calls.h"
+#include "kernels/cuda_driver.h"
 #include "kernels/memory.h"
 #include "kernels/test_data.h"
 #include "shardow/error.h"
@@ -19,22 +19,19 @@
 namespace shardow::kernels::testing {
 namespace {
 
+using cuda::driver;
+
 TEST(CudaBuild, WithoutADeviceEverythingIsRefusedWithAReason) {
-  EXPECT_TRUE(cuda::built());
   if (cuda::available()) {
     EXPECT_EQ(std::string(cuda::why_not()), "");
     GTEST_SKIP() << "a device answers";
   }
-  EXPECT_NE(std::string(cuda::why_not()).find("no CUDA device"), std::string::npos) << cuda::why_not();
+  EXPECT_NE(std::string(cuda::why_not()).find("no CUDA device answers"), std::string::npos) << cuda::why_not();
   EXPECT_THROW(static_cast<void>(cuda::upload({}, Device{})), Error);
   EXPECT_THROW(static_cast<void>(cuda::allocate(16, 0)), Error);
 }
 
-void must(cudaError_t status) {
-  ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status);
-}
-
-/// A stream of our own, as the default stream can't be captured.
+/// A stream of our own, as the default stream can't be captured; its context is current.
 class Cuda : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -42,15 +39,19 @@ class Cuda : public ::testing::Test {
       std::fprintf(stderr, "*** CUDA KERNELS NOT TESTED: %s ***\n", cuda::why_not());
       GTEST_SKIP() << cuda::why_not();
     }
-    must(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    device_ = Device{Device::Kind::kCuda, 0, stream_};
+    guard_.emplace(0);
+    stream_.emplace();
+    device_ = Device{Device::Kind::kCuda, 0, stream()};
   }
   void TearDown() override {
-    if (stream_ != nullptr) must(cudaStreamDestroy(stream_));
+    stream_.reset();
+    guard_.reset();
   }
-  void wait() { must(cudaStreamSynchronize(stream_)); }
+  void* stream() const { return stream_->get(); }
+  void wait() { driver().synchronize(stream()); }
 
-  cudaStream_t stream_ = nullptr;
+  std::optional<cuda::DeviceGuard> guard_;
+  std::optional<cuda::Stream> stream_;
   Device device_;
 };
 
@@ -58,12 +59,17 @@ class Cuda : public ::testing::Test {
 class Twin {
  public:
   explicit Twin(Buffer& host) : host_(host), memory_(host.whole_bytes(), Device{Device::Kind::kCuda, 0}) {
-    must(cudaMemcpy(memory_.data(), host.whole(), host.whole_bytes(), cudaMemcpyHostToDevice));
+    copy(memory_.data(), host.whole());
   }
   void* data() { return memory_.data() + (host_.data() - host_.whole()); }
-  void fetch() { must(cudaMemcpy(host_.whole(), memory_.data(), host_.whole_bytes(), cudaMemcpyDeviceToHost)); }
+  void fetch() { copy(host_.whole(), memory_.data()); }
 
  private:
+  void copy(void* to, const void* from) {
+    driver().copy(to, from, host_.whole_bytes(), nullptr);
+    driver().synchronize(nullptr);
+  }
+
   Buffer& host_;
   Memory memory_;
 };
@@ -156,10 +162,10 @@ TEST_F(Cuda, UpdateEqualsReferenceForEveryLengthAndOffset) {
 
 TEST_F(Cuda, UpdateEqualsReferenceForMixedDtypesInOneTable) {
   Random random(3);
-  for (const DType only : {DType::kBool, DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {  // kBool: any average
+  for (const DType average : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
     std::vector<Problem> problems;
     for (const Pair& pair : all_pairs()) {
-      if (only != DType::kBool && pair.second != only) continue;
+      if (pair.second != average) continue;
       for (const int64_t count : {0, 7, 4096, 100003})
         problems.emplace_back(pair.first, pair.second, 2, count, 0, 0, Values::kFewNotFinite, random);
     }
@@ -167,6 +173,15 @@ TEST_F(Cuda, UpdateEqualsReferenceForMixedDtypesInOneTable) {
     step.averages.fill(one(Form::kStochastic, 1e-5));
     expect_equals_reference(problems, step, device_);
   }
+}
+
+TEST_F(Cuda, ATableOfAveragesOfSeveralDtypesIsRefused) {
+  Random random(9);
+  std::vector<Problem> problems;
+  for (const DType average : {DType::kF32, DType::kF64})
+    problems.emplace_back(DType::kF32, average, 1, 10, 0, 0, Values::kFinite, random);
+  OnDevice on_device(problems);
+  EXPECT_THROW(static_cast<void>(cuda::upload(on_device.chunks, device_)), Error);
 }
 
 std::vector<Problem> simple_problems(Random& random) {
@@ -181,14 +196,15 @@ TEST_F(Cuda, OneUpdateIsOneNode) {
   std::vector<Problem> problems = simple_problems(random);
   OnDevice on_device(problems);
   const auto table = cuda::upload(on_device.chunks, device_);
-  must(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+  const GraphCalls& graphs = graph_calls();
+  graphs.begin_capture(stream(), kThreadLocal);
   table->update(random_step(DType::kF32, 2, true, random));
-  cudaGraph_t graph = nullptr;
-  must(cudaStreamEndCapture(stream_, &graph));
+  void* graph = nullptr;
+  graphs.end_capture(stream(), &graph);
   size_t nodes = 0;
-  must(cudaGraphGetNodes(graph, nullptr, &nodes));
+  graphs.nodes(graph, nullptr, &nodes);
   EXPECT_EQ(nodes, 1u);
-  must(cudaGraphDestroy(graph));
+  graphs.destroy(graph);
 }
 
 TEST_F(Cuda, AGraphReplaysWithTheLatestStep) {
@@ -197,24 +213,24 @@ TEST_F(Cuda, AGraphReplaysWithTheLatestStep) {
   OnDevice on_device(actual);
   const auto table = cuda::upload(on_device.chunks, device_);
   const Step captured = random_step(DType::kF32, 2, true, random);
-  must(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+  const GraphCalls& graphs = graph_calls();
+  graphs.begin_capture(stream(), kThreadLocal);
   table->update(captured);
-  cudaGraph_t graph = nullptr;
-  must(cudaStreamEndCapture(stream_, &graph));
-  cudaGraphExec_t replay = nullptr;
-  must(cudaGraphInstantiate(&replay, graph, 0));
-  must(cudaGraphLaunch(replay, stream_));  // before the first set_step(): does nothing
-  for (int i = 0; i < 50; ++i) {           // more than there are pinned slots, and without waiting
+  void *graph = nullptr, *replay = nullptr;
+  graphs.end_capture(stream(), &graph);
+  graphs.instantiate(&replay, graph, 0);
+  graphs.launch(replay, stream());  // before the first set_step(): does nothing
+  for (int i = 0; i < 50; ++i) {    // more than there are pinned slots, and without waiting
     const Step step = random_step(DType::kF32, 2, true, random);
     table->set_step(step);
-    must(cudaGraphLaunch(replay, stream_));
+    graphs.launch(replay, stream());
     static_cast<void>(reference::update(host_chunks(expected), step));
   }
   wait();
   on_device.fetch();
   expect_equal(actual, expected, captured);
-  must(cudaGraphExecDestroy(replay));
-  must(cudaGraphDestroy(graph));
+  graphs.destroy_replay(replay);
+  graphs.destroy(graph);
 }
 
 TEST_F(Cuda, ConsecutiveUpdatesDoNotWaitForTheirSteps) {
@@ -278,7 +294,7 @@ TEST_F(Cuda, CastEqualsReference) {
   }
 }
 
-TEST_F(Cuda, ErrorsCarryTheRuntimesMessage) {
+TEST_F(Cuda, ErrorsCarryTheDriversMessage) {
   try {
     static_cast<void>(cuda::allocate(size_t{1} << 60, 0));
     FAIL() << "an exabyte was allocated";
@@ -290,5 +306,3 @@ TEST_F(Cuda, ErrorsCarryTheRuntimesMessage) {
 
 }  // namespace
 }  // namespace shardow::kernels::testing
-
-#endif  // SHARDOW_HAVE_CUDA

@@ -5,66 +5,44 @@
 //   1. The warp reads its tile and chunk, and its first lanes resolve the formulas and draw the keys into shared
 //   memory.
 //   2. Groups of 256 elements, eight per lane: the parameters are loaded and converted once; then per average one
-//   switch. The next average is on its way
-//      while one is computed, so that a lane always has 32 bytes or more of averages in flight, a multiprocessor 64 KB.
-//   3. What is left, less than a group, element by element.
+//   switch. The next average is on its way while one is computed, so that a lane always has 16 bytes or more of
+//   averages in flight, 32 of float32. The last group may be a part of one.
 #pragma once
 
 #include "kernels/arithmetic.h"
 #include "kernels/cuda_access.cuh"
+#include "kernels/cuda_work.h"
 
 namespace shardow::kernels::cuda {
 
-inline constexpr int kThreads = 256, kWarps = kThreads / kLanes;
-
-struct Tile {
-  uint32_t chunk, count;
-  int64_t begin;
-};
-
-/// In device memory. `last_chunk` is 2^32 - 1 - (index of the first chunk with a value that is not finite), so that
-/// zero means none.
-struct DeviceTally {
-  unsigned long long non_finite;
-  unsigned int last_chunk;
-};
-
-/// What update_kernel reads and writes; all of it in device memory.
-struct Work {
-  const Chunk* chunks;
-  const Tile* tiles;
-  uint32_t num_tiles;
-  DeviceTally* tally;
-};
-
 /// One warp's tile, made ready; in shared memory.
+template <class S>
 struct Prepared {
   const void* parameter;
-  void* averages[kMaxAverages];
-  double weights[kMaxAverages], decays[kMaxAverages];  // values of the computing type
+  S* averages[kMaxAverages];
+  Formula<Computing<S>> formulas[kMaxAverages];
   NoiseKey keys[kMaxAverages];
-  Op ops[kMaxAverages];
+  unsigned non_finite;  ///< parameters met; here, since a register would be kept over the loop for it
 };
 
 template <class P, class S>
 struct Body {
   using T = Computing<S>;
 
-  const Prepared& tile;
-  int64_t count;
+  Prepared<S>& tile;
+  int count;
   uint32_t low;  ///< of the global index of the tile's first element
   int num_averages;
-  bool hold;
-  Access access;
+  bool hold, every_pointer_aligned;
+  int lane;
 
-  __device__ S* average(int k) const { return static_cast<S*>(tile.averages[k]); }
-
-  /// The whole group from element `begin` on. Returns how many parameters of this lane were not finite.
-  __device__ int group(int64_t begin) const {
+  /// The group from element `begin` on.
+  __device__ void group(int begin) const {
+    const Access<S> access(every_pointer_aligned, lane, count - begin);
     P raw[kPerLane];
     S e[kPerLane], following[kPerLane];
     access.load(static_cast<const P*>(tile.parameter) + begin, raw);
-    access.load(average(0) + begin, e);
+    access.load(tile.averages[0] + begin, e);
     T p[kPerLane];
     uint32_t held = 0;
 #pragma unroll
@@ -72,144 +50,109 @@ struct Body {
       p[j] = convert<T>(raw[j]);
       if (!is_finite(p[j])) held |= 1u << j;
     }
-    const int non_finite = __popc(held);
+    if (held != 0) atomicAdd(&tile.non_finite, static_cast<unsigned>(__popc(held)));
     if (!hold) held = 0;
 #pragma unroll 1
     for (int k = 0; k < num_averages; ++k) {
-      if (k + 1 < num_averages) access.load(average(k + 1) + begin, following);
-      with_op(tile.ops[k],
-              [&]<Op kOp>() { next_all<kOp>(k, low + static_cast<uint32_t>(begin + access.first), p, held, e); });
-      access.store(average(k) + begin, e);
+      if (k + 1 < num_averages) access.load(tile.averages[k + 1] + begin, following);
+      with_op<S>(tile.formulas[k].op,
+                 [&]<Op kOp>() { next_all<kOp>(k, low + static_cast<uint32_t>(begin), access, p, held, e); });
+      access.store(tile.averages[k] + begin, e);
       memcpy(e, following, sizeof(e));
     }
-    return non_finite;
   }
 
   template <Op kOp>
-  __device__ void next_all(int k, uint32_t index, const T (&p)[kPerLane], uint32_t held, S (&e)[kPerLane]) const {
-    const T weight = static_cast<T>(tile.weights[k]), decay = static_cast<T>(tile.decays[k]);
+  __device__ void next_all(int k, uint32_t index, const Access<S>& access, const T (&p)[kPerLane], uint32_t held,
+                           S (&e)[kPerLane]) const {
+    const T weight = tile.formulas[k].weight, decay = tile.formulas[k].decay;
     const NoiseKey key = tile.keys[k];
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      const uint32_t noise = draws(kOp) ? noise_bits(key, index + static_cast<uint32_t>(j * access.stride)) : 0;
+      const uint32_t noise = draws(kOp) ? noise_bits(key, index + static_cast<uint32_t>(access.element(j))) : 0;
       const S value = next_as<kOp, S>(weight, decay, p[j], e[j], noise);
       if (!(held >> j & 1)) e[j] = value;
     }
-  }
-
-  __device__ int element(int64_t i) const {
-    const T p = convert<T>(static_cast<const P*>(tile.parameter)[i]);
-    const bool finite = is_finite(p);
-    if (!finite && hold) return 1;
-#pragma unroll 1
-    for (int k = 0; k < num_averages; ++k) {
-      S& e = average(k)[i];
-      const Formula<T> formula{tile.ops[k], static_cast<T>(tile.weights[k]), static_cast<T>(tile.decays[k])};
-      e = next<S>(formula, p, e, draws(formula.op) ? noise_bits(tile.keys[k], low + static_cast<uint32_t>(i)) : 0);
-    }
-    return finite ? 0 : 1;
-  }
-
-  __device__ int run(int lane) const {
-    int non_finite = 0;
-    int64_t i = 0;
-#pragma unroll 1
-    for (; i + kGroup <= count; i += kGroup) non_finite += group(i);
-#pragma unroll 1
-    for (i += lane; i < count; i += kLanes) non_finite += element(i);
-    return non_finite;
   }
 };
 
 /// Fills the warp's Prepared, lane k for average k. Returns whether all pointers allow 16-byte accesses.
 template <class P, class S>
-__device__ bool prepare(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& out) {
+__device__ bool prepare(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared<S>& out) {
   bool good = true;
   if (lane == 0) {
     out.parameter = static_cast<const P*>(chunk.parameter) + tile.begin;
+    out.non_finite = 0;
     good = aligned(out.parameter);
   }
   if (lane < step.num_averages) {
-    const Formula<Computing<S>> formula = resolve<S>(step.averages.data()[lane]);
-    void* const average = static_cast<S*>(chunk.averages.data()[lane]) + tile.begin;
-    out.averages[lane] = average;
-    out.ops[lane] = formula.op;
-    out.weights[lane] = static_cast<double>(formula.weight);
-    out.decays[lane] = static_cast<double>(formula.decay);
+    out.formulas[lane] = resolve<S>(step.averages.data()[lane]);
+    out.averages[lane] = static_cast<S*>(chunk.averages.data()[lane]) + tile.begin;
     out.keys[lane] =
         noise_key(step.seed, step.step, chunk.tensor, lane, static_cast<uint32_t>(chunk.global_begin >> 32));
-    good = good && aligned(average);
+    good = good && aligned(out.averages[lane]);
   }
   __syncwarp();
   return __all_sync(0xffffffffu, good);
 }
 
 template <class P, class S>
-__device__ int update_tile(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
-  const bool contiguous = prepare<P, S>(chunk, tile, step, lane, prepared);
+__device__ void update_tile(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared<S>& prepared) {
+  const bool every_pointer_aligned = prepare<P, S>(chunk, tile, step, lane, prepared);
   const uint32_t low = static_cast<uint32_t>(chunk.global_begin + tile.begin);
-  return Body<P, S>{prepared, tile.count, low, step.num_averages, step.hold, Access(contiguous, lane)}.run(lane);
+  const int count = static_cast<int>(tile.count);
+  const Body<P, S> body{prepared, count, low, step.num_averages, step.hold, every_pointer_aligned, lane};
+#pragma unroll 1
+  for (int begin = 0; begin < count; begin += kGroup) body.group(begin);
 }
 
-/// A storage type that differs between the chunks of a table.
-struct Mixed {};
+template <class T>
+inline constexpr DType dtype_of = std::is_same_v<T, float>  ? DType::kF32
+                                  : std::is_same_v<T, BF16> ? DType::kBF16
+                                  : std::is_same_v<T, F16>  ? DType::kF16
+                                                            : DType::kF64;
 
-template <class P, class S>
-__device__ int update_any(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared& prepared) {
-  if constexpr (std::is_same_v<S, Mixed>) {
-    switch (chunk.average_dtype) {
-      case DType::kF32: return update_any<P, float>(chunk, tile, step, lane, prepared);
-      case DType::kBF16: return update_any<P, BF16>(chunk, tile, step, lane, prepared);
-      case DType::kF16: return update_any<P, F16>(chunk, tile, step, lane, prepared);
-      case DType::kF64: return update_any<P, double>(chunk, tile, step, lane, prepared);
-      default: return 0;
-    }
-  } else if constexpr (std::is_same_v<P, Mixed>) {
-    switch (chunk.parameter_dtype) {
-      case DType::kF32: return update_tile<float, S>(chunk, tile, step, lane, prepared);
-      case DType::kBF16: return update_tile<BF16, S>(chunk, tile, step, lane, prepared);
-      case DType::kF16: return update_tile<F16, S>(chunk, tile, step, lane, prepared);
-      case DType::kF64: return update_tile<double, S>(chunk, tile, step, lane, prepared);
-      default: return 0;
-    }
-  } else {
-    return update_tile<P, S>(chunk, tile, step, lane, prepared);
-  }
+/// With the parameters' own type, one of P.
+template <class S, class... P>
+__device__ void update_any(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared<S>& prepared) {
+  static_cast<void>(((sizeof...(P) == 1 || chunk.parameter_dtype == dtype_of<P>
+                          ? (update_tile<P, S>(chunk, tile, step, lane, prepared), true)
+                          : false) ||
+                     ...));
 }
 
-/// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of narrow types; more types in one
-/// kernel need more.
-template <class P, class S>
-inline constexpr int kBlocks = std::is_same_v<S, double> || std::is_same_v<S, Mixed> ? 2
-                               : std::is_same_v<P, Mixed>                            ? 3
-                                                                                     : 4;
-
-/// The sum over a warp, in its first lane at least. One instruction from sm_80 on.
-__device__ inline unsigned sum_of_warp(unsigned mine) {
-#if __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(0xffffffffu, mine);
+/// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of types that is computed in float;
+/// for later generations the assembler's schedules take more.
+#if __CUDA_ARCH__ >= 1200
+inline constexpr int kMostBlocks = 2;
+#elif __CUDA_ARCH__ >= 1000
+inline constexpr int kMostBlocks = 3;
 #else
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) mine += __shfl_down_sync(0xffffffffu, mine, distance);
-  return mine;
+inline constexpr int kMostBlocks = 4;
 #endif
-}
+template <class S, class... P>
+inline constexpr int kBlocks = std::is_same_v<S, double> || kMostBlocks == 2 ? 2
+                               : is_16_bit<S> || (sizeof...(P) > 1)          ? 3
+                                                                             : kMostBlocks;
 
-/// `latest` (device memory), where it is given, replaces `step`: a captured graph replays with it.
-template <class P, class S>
-__global__ void __launch_bounds__(kThreads, kBlocks<P, S>)
-    update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Step* latest) {
-  __shared__ Prepared prepared[kWarps];
+/// Averages of type S, parameters of the types P. With `replay` (device memory), which a captured graph keeps, what
+/// lies there counts in place of the other two.
+template <class S, class... P>
+__global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
+    update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Replay* replay) {
+  __shared__ Prepared<S> prepared[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
   const uint64_t index = uint64_t{blockIdx.x} * kWarps + static_cast<uint64_t>(warp);
-  if (index >= work.num_tiles) return;
-  const Tile tile = work.tiles[index];
-  const Step& used = latest != nullptr ? *latest : step;
+  const Step& used = replay != nullptr ? replay->step : step;
   if (used.num_averages == 0) return;
-  const int mine = update_any<P, S>(work.chunks[tile.chunk], tile, used, lane, prepared[warp]);
-  const unsigned non_finite = sum_of_warp(static_cast<unsigned>(mine));
-  if (lane == 0 && non_finite > 0) {
-    atomicAdd(&work.tally->non_finite, static_cast<unsigned long long>(non_finite));
-    atomicMax(&work.tally->last_chunk, 0xffffffffu - tile.chunk);
+  const Work table = replay != nullptr ? replay->work : work;
+  if (index >= table.num_tiles) return;
+  const Tile tile = table.tiles[index];
+  update_any<S, P...>(table.chunks[tile.chunk], tile, used, lane, prepared[warp]);
+  __syncwarp();
+  if (lane == 0 && prepared[warp].non_finite > 0) {
+    atomicAdd(&table.tally->non_finite, static_cast<unsigned long long>(prepared[warp].non_finite));
+    atomicMax(&table.tally->last_chunk, 0xffffffffu - tile.chunk);
   }
 }
 

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "kernels/bits.h"
-#include "kernels/kernels.h"
+#include "kernels/step.h"
 
 namespace shardow::kernels {
 

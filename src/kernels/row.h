@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kernels/arithmetic.h"
+#include "kernels/kernels.h"
 
 namespace shardow::kernels {
 

@@ -1,4 +1,4 @@
-// An update of averages on the host allocates nothing, on any thread. The fake runtime allocates for each call, so that
+// An update of averages on the host allocates nothing, on any thread. The fake driver allocates for each call, so that
 // here the layer's whole view of devices is replaced: memory is the host's, and copies are done when they are asked
 // for.
 #include "base/allocations.h"
@@ -27,9 +27,6 @@ class Now final : public Link {
 
 }  // namespace
 
-bool built() noexcept {
-  return true;
-}
 bool available() noexcept {
   return true;
 }

@@ -1,4 +1,4 @@
-// What the CUDA path asks of the runtime, and in what order: read from the log of a runtime without a device. That
+// What the CUDA path asks of the driver, and in what order: read from the log of a driver without a device. That
 // kernels compute the right numbers is shown by src/kernels/cuda_test.cc, on a device and over the emulation.
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <memory>
 #include <thread>
 
-#include "fake_runtime.h"
+#include "fake.h"
 #include "file/device.h"
 #include "kernels/cuda.h"
 #include "shardow/average.h"
@@ -18,10 +18,6 @@ namespace shardow {
 namespace {
 
 using fake::Call;
-
-void* stream(int number) {
-  return reinterpret_cast<void*>(static_cast<uintptr_t>(0x1000 + number));
-}
 
 /// Two float32 tensors on a device: memory that the fake runtime gave.
 class CudaCalls : public ::testing::Test {
@@ -62,72 +58,73 @@ void expect_all_on(const std::vector<Call>& calls, void* on, int device) {
 }
 
 TEST_F(CudaCalls, AnUpdateIsOneLaunchOnTheStreamOfTheViewsAndNothingElse) {
-  Average ema(views(1, stream(1)));
+  Average ema(views(1, fake::stream(1, 1)));
   fake::clear();
   for (int step = 0; step < 3; ++step) ema.update();
   const auto calls = fake::calls();
   ASSERT_EQ(calls.size(), 3u);
   for (const Call& call : calls) {
     EXPECT_EQ(call.what, "update");
-    EXPECT_FALSE(call.by_pointer);
+    EXPECT_EQ(call.subject, nullptr) << "its step is an argument";
   }
-  expect_all_on(calls, stream(1), 1);
+  expect_all_on(calls, fake::stream(1, 1), 1);
 }
 
 TEST_F(CudaCalls, AnotherStreamWaitsForTheLastOneOnTheDevice) {
-  Average ema(views(0, stream(1)));
+  Average ema(views(0, fake::stream(0, 1)));
   ema.update();
   fake::clear();
-  ema.set_stream(0, stream(2));
+  ema.set_stream(0, fake::stream(0, 2));
   ema.update();
   const auto calls = fake::calls();
-  const size_t recorded = place(calls, "record", stream(1)), waited = place(calls, "stream waits", stream(2));
+  const size_t recorded = place(calls, "record", fake::stream(0, 1)),
+               waited = place(calls, "stream waits", fake::stream(0, 2));
   ASSERT_LT(recorded, calls.size());
   ASSERT_LT(waited, calls.size());
   EXPECT_LT(recorded, waited);
   EXPECT_EQ(calls[recorded].subject, calls[waited].subject);
-  EXPECT_LT(waited, place(calls, "update", stream(2)));
+  EXPECT_LT(waited, place(calls, "update", fake::stream(0, 2)));
   EXPECT_TRUE(fake::calls_of("host waits").empty());
   fake::clear();
-  ema.set_stream(0, stream(2));  // the same again costs nothing
-  ema.set_stream(3, stream(7));  // not a device of these views
+  ema.set_stream(0, fake::stream(0, 2));  // the same again costs nothing
+  ema.set_stream(3, fake::stream(3, 7));  // not a device of these views
   EXPECT_TRUE(fake::calls().empty());
 }
 
 TEST_F(CudaCalls, EverythingFollowsTheStream) {
-  std::vector<TensorView> bound = views(2, stream(1));
+  std::vector<TensorView> bound = views(2, fake::stream(2, 1));
   Average ema(bound, {.schedules = {Schedule::constant(0.9)}, .dtype = DType::kF64});
-  ema.set_stream(2, stream(5));
+  ema.set_stream(2, fake::stream(2, 5));
   fake::clear();
   ema.update();
   ema.reset();
   static_cast<void>(ema.stats());
-  expect_all_on(fake::calls(), stream(5), 2);
-  EXPECT_EQ(ema.views()[0].device.stream, stream(5));
+  expect_all_on(fake::calls(), fake::stream(2, 5), 2);
+  EXPECT_EQ(ema.views()[0].device.stream, fake::stream(2, 5));
 }
 
 TEST_F(CudaCalls, BindingViewsOfAnotherStreamFollowsItToo) {
-  std::vector<TensorView> bound = views(0, stream(1));
+  std::vector<TensorView> bound = views(0, fake::stream(0, 1));
   Average ema(bound);
-  for (TensorView& one : bound) one.device.stream = stream(2);
+  for (TensorView& one : bound) one.device.stream = fake::stream(0, 2);
   fake::clear();
   ema.update(bound);
-  EXPECT_EQ(fake::calls_of("update")[0].stream, stream(2));
+  EXPECT_EQ(fake::calls_of("update")[0].stream, fake::stream(0, 2));
   EXPECT_TRUE(fake::calls_of("malloc").empty()) << "nothing moved, so no table is made anew";
-  bound[1].device.stream = stream(3);
+  bound[1].device.stream = fake::stream(0, 3);
   EXPECT_THROW(ema.bind(bound), Error);
 }
 
 TEST_F(CudaCalls, ACaptureIsLaunchedByPointerAndNotCounted) {
-  Average ema(views(0, stream(1)), {.schedules = {Schedule::constant(0.9)}, .rounding = Rounding::kNearest});
+  Average ema(views(0, fake::stream(0, 1)), {.schedules = {Schedule::constant(0.9)}, .rounding = Rounding::kNearest});
   ema.update();
-  fake::capture(stream(1), true);
+  fake::capture(fake::stream(0, 1), true);
   fake::clear();
   EXPECT_FALSE(ema.update().applied);
   const auto captured = fake::calls();
-  fake::capture(stream(1), false);
+  fake::capture(fake::stream(0, 1), false);
   ASSERT_EQ(captured.size(), 1u);
-  EXPECT_TRUE(captured[0].by_pointer);
+  ASSERT_NE(captured[0].subject, nullptr);
   EXPECT_EQ(ema.stats().step, 1);
 
   const auto* const latest = static_cast<const kernels::Step*>(captured[0].subject);
@@ -140,16 +137,16 @@ TEST_F(CudaCalls, ACaptureIsLaunchedByPointerAndNotCounted) {
     EXPECT_EQ(latest->averages[0].decay, 0.9);
     EXPECT_EQ(ema.stats().step, step);
     EXPECT_TRUE(fake::calls_of("update").empty());
-    EXPECT_EQ(fake::calls_of("copy")[0].stream, stream(1));
+    EXPECT_EQ(fake::calls_of("copy")[0].stream, fake::stream(0, 1));
   }
 }
 
 TEST_F(CudaCalls, AReplayBetweenUpdatesDoesNothing) {
-  Average ema(views(0, stream(1)), {.schedules = {Schedule::constant(0.9)}, .update_every = 3});
-  fake::capture(stream(1), true);
+  Average ema(views(0, fake::stream(0, 1)), {.schedules = {Schedule::constant(0.9)}, .update_every = 3});
+  fake::capture(fake::stream(0, 1), true);
   ema.update();
   const auto* const latest = static_cast<const kernels::Step*>(fake::calls_of("update")[0].subject);
-  fake::capture(stream(1), false);
+  fake::capture(fake::stream(0, 1), false);
   std::vector<int> averages;
   for (int step = 1; step <= 6; ++step) {
     ema.prepare_replay();
@@ -161,7 +158,7 @@ TEST_F(CudaCalls, AReplayBetweenUpdatesDoesNothing) {
 
 TEST_F(CudaCalls, OnlyTheDevicesInUseGetContexts) {
   {
-    Average ema(views(3, stream(1)));
+    Average ema(views(3, fake::stream(3, 1)));
     std::thread other([&] {  // a thread's current device is 0 until it says otherwise
       ema.update();
       static_cast<void>(ema.stats());
@@ -172,7 +169,7 @@ TEST_F(CudaCalls, OnlyTheDevicesInUseGetContexts) {
   }
   file::Pinned pinned;
   std::thread copying([&] {
-    pinned.copy_from(static_cast<const std::byte*>(memory_[0]), 64, {Device::Kind::kCuda, 3, stream(1)});
+    pinned.copy_from(static_cast<const std::byte*>(memory_[0]), 64, {Device::Kind::kCuda, 3, fake::stream(3, 1)});
   });
   copying.join();
   pinned.finish();
@@ -182,7 +179,7 @@ TEST_F(CudaCalls, OnlyTheDevicesInUseGetContexts) {
 
 TEST_F(CudaCalls, TheCallersDeviceIsCurrentAgainWhereItHasAContext) {
   memory_.push_back(kernels::cuda::allocate(16, 0));
-  Average ema(views(2, stream(1)));
+  Average ema(views(2, fake::stream(2, 1)));
   ema.update();
   fake::clear();
   memory_.push_back(kernels::cuda::allocate(16, 0));
@@ -191,7 +188,7 @@ TEST_F(CudaCalls, TheCallersDeviceIsCurrentAgainWhereItHasAContext) {
 }
 
 TEST_F(CudaCalls, NoMemoryIsSaidAsSuchAndLeavesNothingBehind) {
-  const std::vector<TensorView> bound = views(0, stream(1));
+  const std::vector<TensorView> bound = views(0, fake::stream(0, 1));
   const size_t before = fake::allocated();
   int failures = 0;
   for (int number = 0;; ++number, ++failures) {
@@ -208,18 +205,18 @@ TEST_F(CudaCalls, NoMemoryIsSaidAsSuchAndLeavesNothingBehind) {
 }
 
 TEST_F(CudaCalls, NothingSpins) {
-  Average ema(views(0, stream(1)));
+  Average ema(views(0, fake::stream(0, 1)));
   ema.update();
   static_cast<void>(ema.stats());
   file::Pinned pinned;
-  pinned.copy_from(static_cast<const std::byte*>(memory_[0]), 64, {Device::Kind::kCuda, 0, stream(1)});
+  pinned.copy_from(static_cast<const std::byte*>(memory_[0]), 64, {Device::Kind::kCuda, 0, fake::stream(0, 1)});
   pinned.finish();
   EXPECT_TRUE(fake::calls_of("event that spins").empty());
   EXPECT_FALSE(fake::calls_of("event that sleeps").empty());
 }
 
 TEST_F(CudaCalls, PinnedMemoryIsUsedAgain) {
-  const Device device{Device::Kind::kCuda, 1, stream(1)};
+  const Device device{Device::Kind::kCuda, 1, fake::stream(1, 1)};
   memory_.push_back(kernels::cuda::allocate(64, 1));
   const auto copy = [&] {
     file::Pinned first, second;
@@ -238,7 +235,7 @@ TEST_F(CudaCalls, ReplicasOfDeviceMemoryAreRefused) {
   AverageOptions options;
   options.replicas = groups[0].get();
   try {
-    Average ema(views(0, stream(1)), options);
+    Average ema(views(0, fake::stream(0, 1)), options);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Code::kUnsupported);

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "fake_runtime.h"
+#include "fake.h"
 
 namespace shardow::fake {
 namespace {

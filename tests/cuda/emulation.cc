@@ -1,13 +1,16 @@
 // A warp: 32 fibers, resumed in an order that the caller draws. Each goes on until it meets the others or ends; when
 // all have arrived, what they brought is put where all can read it, and the next round begins. Warps of a block know
 // nothing of each other here, since no kernel of ours has blocks that meet.
+#include "emulation.h"
+
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <numeric>
+#include <vector>
 
-#include "emulation_run.h"
 #include "fiber.h"
 
 namespace shardow::fake {
@@ -60,7 +63,7 @@ class Warp {
   void go_on(unsigned lane) {
     if (fibers_[lane].ended()) return;
     lane_ = lane;
-    threadIdx = {first_thread_ + lane, 0, 0};
+    threadIdx = {first_thread_ + lane};
     fibers_[lane].resume();
   }
 
@@ -85,15 +88,15 @@ unsigned lane_number() {
   return Warp::here().lane();
 }
 
-void run_block(dim3 grid, dim3 block, unsigned index, const std::function<void()>& body, Random* random) {
-  gridDim = grid;
-  blockDim = block;
-  blockIdx = {index, 0, 0};
-  std::vector<unsigned> warps((block.x + kLanes - 1) / kLanes);
+void run_block(unsigned grid, unsigned block, unsigned index, const std::function<void()>& body, Random* random) {
+  gridDim = {grid};
+  blockDim = {block};
+  blockIdx = {index};
+  std::vector<unsigned> warps((block + kLanes - 1) / kLanes);
   std::iota(warps.begin(), warps.end(), 0u);
   if (random != nullptr) std::shuffle(warps.begin(), warps.end(), *random);
   for (const unsigned warp : warps)
-    Warp::here().run(body, warp * kLanes, std::min(kLanes, block.x - warp * kLanes), random);
+    Warp::here().run(body, warp * kLanes, std::min(kLanes, block - warp * kLanes), random);
 }
 
 }  // namespace shardow::fake

@@ -1,17 +1,14 @@
-// Kernels on the host: the words of CUDA's language for g++, and launches. Each thread of a warp is a fiber
-// (emulation.cc), so that a warp's lanes really stand where they meet, and come there in any order.
+// Kernels on the host: the words of CUDA's language for g++. Each thread of a warp is a fiber (emulation.cc), so that a
+// warp's lanes meet where the kernel says so, and come there in any order.
 //
 // What this shows: indexing, tails, tallies, noise, what lanes tell each other, alignment of 16-byte accesses. What it
-// can't show stands in docs/architecture.md.
+// can't show is in docs/architecture.md.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 #include <functional>
-#include <tuple>
-#include <typeinfo>
-#include <vector>
-
-// As part of <cuda_runtime.h>, which this is the end of.
+#include <random>
 
 #define __global__
 #define __device__
@@ -20,10 +17,25 @@
 #define __launch_bounds__(...)
 #define __shared__ static thread_local
 
-inline thread_local uint3 threadIdx, blockIdx;
-inline thread_local dim3 blockDim, gridDim;
+#pragma GCC visibility push(default)
+
+struct Dimension {
+  unsigned x;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline thread_local Dimension threadIdx, blockIdx, blockDim, gridDim;
 
 namespace shardow::fake {
+
+using Random = std::mt19937_64;
+
+/// `body` for each thread of the block; warps and lanes in an order that `random` draws, where it is given.
+void run_block(unsigned grid, unsigned block, unsigned index, const std::function<void()>& body, Random* random);
 
 /// Aborts where an address is not a multiple of the access's size, as a device does.
 void check_access(const void* address, size_t bytes);
@@ -36,32 +48,9 @@ const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought);
 
 unsigned lane_number();
 
-struct Kernel {
-  const void* function;
-  std::vector<std::pair<const std::type_info*, const void*>> arguments;
-  std::function<void()> body;  ///< of one thread, with its own copy of the arguments
-};
-
-cudaError_t launch(dim3 grid, dim3 block, cudaStream_t stream, const Kernel& kernel);
-
 }  // namespace shardow::fake
 
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes = 0;
-  cudaStream_t stream = nullptr;
-  void* attrs = nullptr;
-  unsigned numAttrs = 0;
-};
-
-template <class... Parameters, class... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... given) {
-  const std::tuple<Parameters...> arguments(std::forward<Arguments>(given)...);
-  shardow::fake::Kernel one{reinterpret_cast<const void*>(kernel), {}, [=] { std::apply(kernel, arguments); }};
-  std::apply([&](const auto&... argument) { (one.arguments.emplace_back(&typeid(argument), &argument), ...); },
-             arguments);
-  return shardow::fake::launch(config->gridDim, config->blockDim, config->stream, one);
-}
+#pragma GCC visibility pop
 
 template <class T>
 T __ldcs(const T* from) {

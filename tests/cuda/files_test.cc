@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "fake_runtime.h"
+#include "fake.h"
 #include "file/checkpoint_fixture.h"
 
 namespace shardow {

@@ -2,13 +2,20 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace shardow::fake {
 namespace {
 
 constexpr size_t kArena = size_t{1} << 30, kPage = 4096, kAlignment = 256;
+constexpr int kPoison = 0xa5;
 
 /// Addresses alone, until something is taken.
 std::byte* arena() {
@@ -45,8 +52,14 @@ void* Memory::take(size_t bytes, bool pinned) {
   void* const memory =
       in_arena ? take_from_arena(up(bytes + 1, kAlignment)) : std::aligned_alloc(kAlignment, up(bytes + 1, kAlignment));
   if (memory == nullptr) return nullptr;
-  blocks_[memory] = {bytes, bytes, pinned, in_arena};
+  blocks_[memory] = {bytes, bytes, pinned, in_arena, ++last_block_};
   allocated_ += bytes;
+  protect(true);
+  std::memset(memory, kPoison, bytes);  // a device's memory has anything in it
+  protect(false);
+#if defined(__SANITIZE_ADDRESS__)
+  if (!in_arena) ASAN_POISON_MEMORY_REGION(static_cast<std::byte*>(memory) + bytes, up(bytes + 1, kAlignment) - bytes);
+#endif
   return memory;
 }
 
@@ -64,10 +77,10 @@ void* Memory::take_from_arena(size_t bytes) {
 }
 
 bool Memory::give(void* memory) {
-  const auto found = blocks_.find(memory);
-  if (found == blocks_.end()) return false;
-  const Block block = found->second;
-  blocks_.erase(found);
+  const auto entry = blocks_.find(memory);
+  if (entry == blocks_.end()) return false;
+  const Block block = entry->second;
+  blocks_.erase(entry);
   allocated_ -= block.counted;
   if (!block.in_arena) {
     std::free(memory);
@@ -86,11 +99,25 @@ bool Memory::give(void* memory) {
   return true;
 }
 
+const Memory::Block* Memory::find(const void* memory) const {
+  auto entry = blocks_.upper_bound(memory);
+  if (entry == blocks_.begin()) return nullptr;
+  --entry;
+  return memory < static_cast<const std::byte*>(entry->first) + entry->second.bytes ? &entry->second : nullptr;
+}
+
 bool Memory::pinned(const void* memory) const {
-  auto found = blocks_.upper_bound(memory);
-  if (found == blocks_.begin()) return false;
-  --found;
-  return found->second.pinned && memory < static_cast<const std::byte*>(found->first) + found->second.bytes;
+  const Block* const block = find(memory);
+  return block != nullptr && block->pinned;
+}
+
+uint64_t Memory::block_of(const void* memory) const {
+  const Block* const block = find(memory);
+  return block != nullptr ? block->number : 0;
+}
+
+bool Memory::has(uint64_t number) const {
+  return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& block) { return block.second.number == number; });
 }
 
 void Memory::protect(bool open) const {

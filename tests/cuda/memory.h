@@ -1,7 +1,8 @@
-// What the fake runtime gives: memory of a device and pinned memory of the host.
+// Memory that the fake driver gives: a device's, and pinned memory of the host.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <utility>
 
@@ -15,6 +16,8 @@ class Memory {
   bool give(void* memory);  ///< false: was not taken
   size_t allocated() const { return allocated_; }
   bool pinned(const void* memory) const;
+  uint64_t block_of(const void* memory) const;  ///< a number that no other block has had; 0: none
+  bool has(uint64_t block) const;
 
   /// With a guard: device memory is within reach while one of these lives, whose thread is the only one that works.
   class Open {
@@ -32,13 +35,16 @@ class Memory {
   struct Block {
     size_t bytes, counted;
     bool pinned, in_arena;
+    uint64_t number;
   };
 
   void protect(bool open) const;
   void* take_from_arena(size_t bytes);
+  const Block* find(const void* memory) const;
 
   std::map<const void*, Block> blocks_;
   size_t allocated_ = 0;
+  uint64_t last_block_ = 0;
   bool guard_ = false;
   std::map<size_t, size_t> free_;  // of the arena: begin, bytes
   size_t used_ = 0;                // of the arena: nothing lies behind

@@ -1,4 +1,4 @@
-// For tests of averages on the host: the same training twice, with weights on a device of the fake runtime and averages
+// For tests of averages on the host: the same training twice, with weights on a device of the fake driver and averages
 // on the host, and all of it on the host.
 #pragma once
 
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "average/driver.h"
-#include "fake_runtime.h"
+#include "fake.h"
 #include "kernels/cuda.h"
 #include "shardow/average.h"
 #include "shardow/error.h"
@@ -23,7 +23,7 @@
 namespace shardow {
 
 inline void* stream_of(int device, int number = 1) {
-  return reinterpret_cast<void*>(static_cast<uintptr_t>(0x1000 + 16 * device + number));
+  return fake::stream(device, number);
 }
 
 /// One tensor of a model.

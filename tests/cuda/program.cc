@@ -1,6 +1,5 @@
 #include "program.h"
 
-#include <cuda_runtime.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 #include <iterator>
 
 #include "drawn_turns.h"
-#include "fake_runtime.h"
+#include "fake.h"
 #include "kernels/cuda.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "fake.h"
 #include "shardow/average.h"
 #include "tensor/dtype.h"
 
@@ -32,7 +33,7 @@ inline size_t size_of(const TensorView& view) {
 }
 
 inline void* stream_of(int device, int number) {
-  return number == 0 ? nullptr : reinterpret_cast<void*>(static_cast<uintptr_t>(0x1000 + 16 * device + number));
+  return number == 0 ? nullptr : fake::stream(device, number);
 }
 
 class Program {

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <iterator>
 
-#include "fake_runtime.h"
+#include "fake.h"
 #include "program.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "fake_runtime.h"
+#include "fake.h"
 #include "kernels/cuda.h"
 #include "program.h"
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "fake_runtime.h"
+#include "fake.h"
 #include "program.h"
 
 namespace shardow::testing {

@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-#include "fake_runtime.h"
+#include "fake.h"
 
 namespace {
 

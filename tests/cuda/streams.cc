@@ -1,6 +1,6 @@
 // By a seed: each step takes one part of the first operation of one stream whose operation waits for nothing, both
 // drawn. A stream may be stalled for a number of steps, so that the others get far ahead. How much is done at a call of
-// the runtime is drawn too; some seeds are so lazy that nothing happens before the host waits.
+// the driver is drawn too; some seeds are so lazy that nothing happens before the host waits.
 //
 // The default stream of a device and its blocking streams wait for each other, as CUDA has it.
 #include "streams.h"
@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <numeric>
 
-#include "fake_runtime.h"
+#include "fake.h"
 
 namespace shardow::fake {
 namespace {
@@ -44,26 +44,42 @@ void Streams::stop() {
   }
 }
 
+/// A device's default stream is there when it is first used.
 Streams::Stream& Streams::find(int device, void* handle) {
   for (Stream& stream : streams_) {
     if (stream.handle == handle && (handle != nullptr || stream.device == device)) return stream;
   }
-  make(device, handle, handle == nullptr);
-  return streams_.back();
+  if (handle == nullptr) return begin(device, nullptr, true);
+  std::fprintf(stderr, "a stream that is gone, or was never made\n");
+  std::abort();
 }
 
-void Streams::make(int device, void* handle, bool blocking) {
+Streams::Stream& Streams::begin(int device, void* handle, bool blocking) {
   Stream& stream = streams_.emplace_back();
   stream.device = device;
   stream.handle = handle;
   stream.blocking = blocking;
   if (threads_) stream.thread = std::thread([this, &stream] { work(stream); });
+  return stream;
 }
 
-void Streams::retire(void* handle) {
-  for (Stream& stream : streams_) {
-    if (stream.handle == handle) stream.handle = &stream;
+void* Streams::make(int device, bool blocking) {
+  return begin(device, reinterpret_cast<void*>(last_handle_ += 16), blocking).handle;
+}
+
+bool Streams::retire(void* handle) {
+  const auto stream =
+      std::find_if(streams_.begin(), streams_.end(), [&](const Stream& known) { return known.handle == handle; });
+  if (handle == nullptr || stream == streams_.end()) return false;
+  stream->handle = &*stream;
+  return true;
+}
+
+std::optional<Streams::Kind> Streams::kind_of(void* handle) const {
+  for (const Stream& stream : streams_) {
+    if (stream.handle == handle) return Kind{stream.device, stream.blocking};
   }
+  return std::nullopt;
 }
 
 MarkPtr Streams::add(int device, void* handle, Work work, std::vector<MarkPtr> after) {
@@ -173,7 +189,7 @@ void Streams::only(const MarkPtr& mark) {
   while (!done(mark)) {
     const auto has = [&](const Stream& stream) {
       return std::any_of(stream.queue.begin(), stream.queue.end(),
-                         [&](const Operation& one) { return one.mark == mark; });
+                         [&](const Operation& operation) { return operation.mark == mark; });
     };
     const auto stream = std::find_if(streams_.begin(), streams_.end(), has);
     for (const MarkPtr& other : std::vector<MarkPtr>(stream->queue.front().after)) only(other);

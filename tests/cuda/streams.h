@@ -1,4 +1,4 @@
-// The queues behind the fake runtime, and who takes what from them when.
+// The queues behind the fake driver, and who takes what from them when.
 #pragma once
 
 #include <condition_variable>
@@ -12,11 +12,11 @@
 #include <thread>
 #include <vector>
 
-#include "emulation_run.h"
+#include "emulation.h"
 
 namespace shardow::fake {
 
-/// Of an operation; others wait for it.
+/// The end of an operation; others wait for it.
 struct Mark {
   bool done = false;
 };
@@ -35,15 +35,21 @@ class Streams {
   void start(std::optional<uint64_t> seed, bool threads);  ///< nothing is left of what was
   void stop();                                             ///< does what there is and ends the threads
 
-  void make(int device, void* stream, bool blocking);
-  void retire(void* stream);  ///< does what it has; its handle may come again
+  struct Kind {
+    int device;
+    bool blocking;
+  };
+
+  void* make(int device, bool blocking);  ///< a handle that none has had before
+  bool retire(void* stream);              ///< what it has is still done; false: there is none
+  std::optional<Kind> kind_of(void* stream) const;
   MarkPtr add(int device, void* stream, Work work, std::vector<MarkPtr> after = {});  ///< the mark of its end
   MarkPtr last(int device, void* stream);                     ///< of what the stream has by now; null: nothing
   std::vector<MarkPtr> all(std::optional<int> device) const;  ///< of all there is
 
   /// Returns when done() holds. `lock` is of mutex().
   void until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done);
-  void some(std::unique_lock<std::mutex>& lock);  ///< at a call of the runtime: as much as is drawn
+  void some(std::unique_lock<std::mutex>& lock);  ///< at a call of the driver: as much as is drawn
   void only(const MarkPtr& mark);                 ///< does what that needs, and nothing else
   void everything();
 
@@ -72,6 +78,7 @@ class Streams {
   };
 
   Stream& find(int device, void* stream);
+  Stream& begin(int device, void* handle, bool blocking);
   static bool ready(const Stream& stream);
   void advance(Stream& stream);
   bool advance_one();
@@ -85,6 +92,7 @@ class Streams {
   std::optional<Random> random_;
   unsigned eagerness_ = 0;
   bool threads_ = false, ending_ = false;
+  uintptr_t last_handle_ = 0x1000;
   std::condition_variable done_;
 };
 

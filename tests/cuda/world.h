@@ -1,59 +1,98 @@
-// What the files of the fake runtime share.
+// State and errors of the fake driver.
 #pragma once
-
-#include <cuda_runtime.h>
 
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
-#include "fake_runtime.h"
+#include "fake.h"
 #include "memory.h"
 #include "streams.h"
-
-struct CUevent_st {
-  shardow::fake::MarkPtr mark;  ///< of the last record; null: none
-  int device = 0;
-  CUgraph_st* captured = nullptr;  ///< the record is in this capture
-};
-
-struct CUgraph_st {
-  std::vector<shardow::fake::Work> nodes;  ///< in the order of their stream
-};
+#include "twins.h"
 
 namespace shardow::fake {
+
+/// CUresult, as far as it is given.
+enum Result {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kOutOfMemory = 2,
+  kNoDevice = 100,
+  kInvalidDevice = 101,
+  kInvalidImage = 200,
+  kInvalidHandle = 400,
+  kNotFound = 500,
+  kNotReady = 600,
+  kIllegalAddress = 700,
+  kCaptureUnsupported = 900,
+  kCaptureInvalidated = 901,
+  kCaptureUnmatched = 903,
+  kCaptureIsolation = 905,
+  kCaptureImplicit = 906,
+  kCapturedEvent = 907,
+  kCaptureWrongThread = 908,
+};
+
+/// The work of a graph, one after the other, and the blocks of memory that it was given.
+struct Graph {
+  std::vector<Work> nodes;
+  std::set<uint64_t> blocks;
+};
+
+enum CaptureMode { kGlobal, kThreadLocal, kRelaxed };
+
+struct Capture {
+  Graph graph;
+  void* origin;
+  CaptureMode mode;
+  std::thread::id thread;
+  bool invalid = false;
+};
+
+struct Event {
+  MarkPtr mark;  ///< of the last record; null: none
+  int device = 0;
+  std::shared_ptr<Capture> captured;  ///< the record is in this capture
+};
+
+struct Module {
+  std::string image;
+  int device;
+};
+
+struct Kernel {
+  std::string name;
+  const Twin* twin;
+  int device;
+};
 
 /// All of it is guarded by streams.mutex().
 struct World {
   Options options;
   std::vector<Call> log;
   std::set<int> contexts;
+  std::map<std::pair<int, int>, void*> users_streams;
   int until_allocation_fails = -1, until_copy_fails = -1, times = 0;
   bool drops_waits = false;
   Copied copied;
-  std::map<void*, std::shared_ptr<CUgraph_st>>
-      captures;  ///< by stream; of streams that are captured together they are the same
+  std::set<const Event*> events;
+  std::map<void*, std::shared_ptr<Capture>> captures;  ///< by stream; of streams that are captured together the same
   Memory memory;
   Streams streams;
 
-  /// As CUDA 12 and later: whatever is asked of the runtime makes the current device's context.
   void note(const char* what, void* stream = nullptr, const void* subject = nullptr);
 };
 
 World& world();
-int& current_device();
-cudaError_t failed(cudaError_t error);  ///< the last one of this thread
+int current_device();                   ///< -1: the thread has no context
 std::unique_lock<std::mutex> called();  ///< at each call: the device goes on, and others have their turns
-cudaError_t state();                    ///< not cudaSuccess where the device has failed for good
+Result state();                         ///< not kSuccess where the device has failed for good
 
-/// Work that reaches the device's memory.
-Work on_device(Work work);
-/// Into the stream, or into the graph that it is captured into; the mark is null there.
-MarkPtr enqueue(void* stream, Work work);
+Work on_device(Work work);  ///< work that reaches the device's memory
 bool capturing(void* stream);
-bool capturing_any();
 
 }  // namespace shardow::fake

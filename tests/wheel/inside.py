@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 COMPILERS = ("gcc", "g++", "cc", "c++", "clang", "nvcc", "cmake")
-OURS = ("fmt", "hwy", "simdjson", "isal", "cudart")  # what a module built from source would ask for
+OURS = ("fmt", "hwy", "simdjson", "isal", "cudart", "cuda", "nvrtc")  # what a module built from source would ask for
 IMPORT = "import time; began = time.perf_counter(); import shardow; print(time.perf_counter() - began)"
 
 

@@ -4,8 +4,6 @@ already.
 
 from __future__ import annotations
 
-import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -27,23 +25,8 @@ def module(tmp_path: Path, *options: str, source: str = "") -> Path:
     return built
 
 
-def fat_binary(*entries: tuple[int, int]) -> str:
-    """C for a section of CUDA code: a header, and an entry of 64 bytes for each (kind, architecture), kind 2 code and 1
-    PTX.
-    """
-    body = b"".join(
-        struct.pack("<HHIQIIHHI", kind, 257, 64, 0, 0, 0, 1, 1, number).ljust(64, b"\0") for kind, number in entries
-    )
-    whole = b"\x50\xed\x55\xba" + struct.pack("<HHQ", 1, 16, len(body)) + body
-    values = ",".join(map(str, whole))
-    return f'__attribute__((section(".nv_fatbin"), used)) static const unsigned char fat[] = {{{values}}};'
-
-
-ALL_CODE = [(2, one) for one in sorted(check.CODE)] + [(1, one) for one in sorted(check.PTX)]
-
-
 def test_a_module_without_fault(tmp_path: Path) -> None:
-    assert check.module_faults(module(tmp_path, source=fat_binary(*ALL_CODE)), cuda=True) == []
+    assert check.module_faults(module(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -60,16 +43,8 @@ def test_a_module_without_fault(tmp_path: Path) -> None:
     ],
 )
 def test_a_module_with_a_fault(tmp_path: Path, options: list[str], source: str, said: str) -> None:
-    (fault,) = check.module_faults(module(tmp_path, *options, source=source), cuda=False)
+    (fault,) = check.module_faults(module(tmp_path, *options, source=source))
     assert fault.startswith(said)
-
-
-@pytest.mark.parametrize("entries", [[], ALL_CODE[1:], ALL_CODE[:-1]])
-def test_an_architecture_that_is_missing(tmp_path: Path, entries: list[tuple[int, int]]) -> None:
-    built = module(tmp_path, source=fat_binary(*entries) if entries else "")
-    (fault,) = check.module_faults(built, cuda=True)
-    assert fault.startswith("has CUDA code for ")
-    assert check.module_faults(built, cuda=False) == []
 
 
 @pytest.mark.skipif(
@@ -95,16 +70,6 @@ def test_a_wheel_that_says_what_it_is_not(tmp_path: Path) -> None:
 
 def test_this_builds_module_exports_its_entry_alone() -> None:
     assert check.exported(Path(shardow._core.__file__)) == {"PyInit__core"}
-
-
-def test_this_builds_module_has_code_for_every_card() -> None:
-    """That it was built for, where it was built with CUDA."""
-    cache = ROOT / "build/release/CMakeCache.txt"
-    asked = re.search(
-        r"^CMAKE_CUDA_ARCHITECTURES:\w+=(\d+)-real$", cache.read_text() if cache.exists() else "", re.MULTILINE
-    )
-    expected = ({int(asked[1])}, set()) if asked else (check.CODE, check.PTX)
-    assert check.kernels(Path(shardow._core.__file__)) in ((set(), set()), expected)
 
 
 def test_no_wheel_is_no_success() -> None:

@@ -8,20 +8,17 @@ and here.
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-MOST_BYTES = 8_000_000
+MOST_BYTES = 4_000_000
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 NEEDED = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2"} | LOADERS
 EXPORTED = {"PyInit__core"}
-LICENSED = {"cli11", "cuda", "eigen", "fmtlib", "highway", "libisal", "nanobind", "simdjson", "zlib"}
-#: CUDA code for each generation of cards, and PTX for what lies between and after them.
-CODE, PTX = {75, 80, 90, 100, 120}, {80, 100, 120}
+LICENSED = {"cli11", "eigen", "fmtlib", "highway", "libisal", "nanobind", "simdjson", "zlib"}
 
 
 def told(*command: str | Path) -> str:
@@ -43,28 +40,6 @@ def unresolved(module: Path) -> set[str]:
     return {line.split()[1] for line in lines if re.match(r"\s+U (?!_?Py)[^@]+$", line)}
 
 
-def kernels(module: Path) -> tuple[set[int], set[int]]:
-    """Architectures that it has code for, and PTX: a fat binary is a header of 16 bytes, and entries that say their
-    kind and length.
-    """
-    found = re.search(r"\.nv_fatbin\s+\S+\s+\S+\s+(\S+)\s+(\S+)", told("readelf", "-SW", module))
-    code: set[int] = set()
-    ptx: set[int] = set()
-    if found:
-        begin, length = (int(one, 16) for one in found.groups())
-        data = module.read_bytes()[begin : begin + length]
-        at = data.find(b"\x50\xed\x55\xba")
-        while at >= 0:
-            header, size = struct.unpack_from("<HQ", data, at + 6)
-            end, at = at + header + size, at + header
-            while at < end:
-                kind, _, entry_header, payload = struct.unpack_from("<HHIQ", data, at)
-                (code if kind == 2 else ptx).add(struct.unpack_from("<I", data, at + 28)[0])
-                at += entry_header + payload
-            at = data.find(b"\x50\xed\x55\xba", end)
-    return code, ptx
-
-
 def faults_elsewhere(program: Path) -> list[str]:
     """What of a built module or program would not run on another machine."""
     faults = []
@@ -75,18 +50,13 @@ def faults_elsewhere(program: Path) -> list[str]:
     return faults
 
 
-def module_faults(module: Path, cuda: bool) -> list[str]:
+def module_faults(module: Path) -> list[str]:
     """The same of a module, and what would be in the way of others."""
     faults = faults_elsewhere(module)
     if extra := exported(module) - EXPORTED:
         faults.append(f"exports {len(extra)} symbols besides PyInit__core, {min(extra)} among them")
     if lost := unresolved(module):
         faults.append(f"leaves {', '.join(sorted(lost))} to be found by chance")
-    code, ptx = kernels(module)
-    if cuda and (code, ptx) != (CODE, PTX):
-        faults.append(
-            f"has CUDA code for {sorted(code)} and PTX for {sorted(ptx)}, not {sorted(CODE)} and {sorted(PTX)}"
-        )
     return faults
 
 
@@ -100,7 +70,7 @@ def wheel_faults(wheel: Path, tools: Path) -> list[str]:
         if len(modules) != 1:
             faults.append(f"has {len(modules)} modules, not one: {', '.join(modules)}")
         for name in modules:
-            faults += module_faults(Path(opened.extract(name, folder)), cuda=True)
+            faults += module_faults(Path(opened.extract(name, folder)))
         commands = [name for name in opened.namelist() if name.endswith(".data/scripts/shardow")]
         for name in commands:
             faults += [f"its command {fault}" for fault in faults_elsewhere(Path(opened.extract(name, folder)))]

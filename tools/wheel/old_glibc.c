@@ -1,18 +1,14 @@
-// What this machine's libstdc++, CUDA's runtime and our own code ask of glibc after 2.27, in words of glibc 2.27, and what would need
-// librt. Linked into a wheel's module alone, and hidden there. Whoever asks for more is named by check.py or by auditwheel.
+// What this machine's libstdc++ and our own code ask of glibc after 2.27, in words of glibc 2.27. Linked into a wheel's module
+// alone, and hidden there. Whoever asks for more is named by check.py or by auditwheel.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #include <dlfcn.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <sys/mman.h>
 #include <sys/random.h>
 #include <time.h>
-#include <unistd.h>
 
 #ifdef __x86_64__
 #define FIRST "GLIBC_2.2.5"
@@ -69,16 +65,4 @@ uint32_t arc4random(void) {
   while (getrandom(&value, sizeof value, 0) != sizeof value) {
   }
   return value;
-}
-
-// In librt before 2.34. CUDA's runtime names them for memory that processes share.
-int shm_open(const char* name, int flags, mode_t mode) {
-  char path[270];
-  if (snprintf(path, sizeof path, "/dev/shm/%s", name + (*name == '/')) >= (int)sizeof path) return errno = ENAMETOOLONG, -1;
-  return open(path, flags | O_CLOEXEC | O_NOFOLLOW, mode);
-}
-int shm_unlink(const char* name) {
-  char path[270];
-  if (snprintf(path, sizeof path, "/dev/shm/%s", name + (*name == '/')) >= (int)sizeof path) return errno = ENAMETOOLONG, -1;
-  return unlink(path);
 }

@@ -8,7 +8,6 @@ set(CMAKE_SYSTEM_PROCESSOR ${WHEEL_ARCH})
 set(CMAKE_SYSROOT ${WHEEL_ROOT}/sysroot)
 set(CMAKE_C_COMPILER ${WHEEL_TRIPLE}-gcc)
 set(CMAKE_CXX_COMPILER ${WHEEL_TRIPLE}-g++)
-set(CMAKE_CUDA_HOST_COMPILER ${WHEEL_TRIPLE}-g++)
 
 # GCC looks for libc and its headers beside itself before it looks in the sysroot: a cross compiler has its own there. So all folders are named.
 execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=include OUTPUT_VARIABLE WHEEL_GCC OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
@@ -25,7 +24,6 @@ set(WHEEL_C_FLAGS "-nostdinc -isystem${WHEEL_GCC} -isystem${CMAKE_SYSROOT}/usr/i
 set(WHEEL_CXX_FLAGS "-nostdinc++ -isystem${WHEEL_CXX} -isystem${WHEEL_CXX_OF_ARCH} ${WHEEL_C_FLAGS}")
 set(CMAKE_C_FLAGS_INIT "${WHEEL_C_FLAGS} -B${CMAKE_SYSROOT}/usr/lib/${WHEEL_TRIPLE}/ -fvisibility=hidden")
 set(CMAKE_CXX_FLAGS_INIT "${WHEEL_CXX_FLAGS} -B${CMAKE_SYSROOT}/usr/lib/${WHEEL_TRIPLE}/ -fvisibility=hidden")
-string(REPLACE " " "," CMAKE_CUDA_FLAGS_INIT "-Xcompiler=--sysroot=${CMAKE_SYSROOT},${WHEEL_CXX_FLAGS}")
 # This machine's libgcc_s wants a newer glibc than the sysroot has; the one that it will run with doesn't.
 set(CMAKE_EXE_LINKER_FLAGS_INIT "-static-libstdc++ -pthread -Wl,--allow-shlib-undefined")
 set(CMAKE_MODULE_LINKER_FLAGS_INIT "-static-libstdc++ -pthread -Wl,--as-needed -Wl,--exclude-libs,ALL ${WHEEL_ROOT}/libraries/lib/old_glibc.o")

@@ -15,6 +15,7 @@ import fake_device
 import pytest
 import torch
 import trainings
+from core_modules import FAKE_AND_HOOKS
 from fake_device import Device, on_device
 from offloading import Training, late, made, weights_of
 from torch import nn
@@ -45,7 +46,7 @@ def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(
         }
 
 
-@on_device
+@FAKE_AND_HOOKS.alone
 def test_an_optimizer_waits_until_its_weights_are_copied_which_would_tear_averages_else() -> None:
     for hooked in (True, False):
         with Device(4) as device:
@@ -58,7 +59,7 @@ def test_an_optimizer_waits_until_its_weights_are_copied_which_would_tear_averag
         assert bool(torn) != hooked, (hooked, torn)
 
 
-@on_device
+@FAKE_AND_HOOKS.alone
 def test_without_an_optimizer_update_orders_what_comes_next_behind_its_copies() -> None:
     for hooked in (True, False):
         with Device(4) as device:

@@ -138,7 +138,7 @@ def test_refusals_say_where_averages_can_live() -> None:
             shardow.EMA(model, device="cpu", ring_bytes=0)
         with pytest.raises(ValueError, match="ring_bytes is 100; it must be at least 4096"):
             shardow.EMA(model, device="cpu", ring_bytes=100)
-        device.fake.fail_allocation()
+        device.fake.fail_allocation(0)
         ema = shardow.EMA(model, device="cpu")  # once more, without what torch's allocator keeps
         ema.update()
         ema.stats()

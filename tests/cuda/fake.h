@@ -1,16 +1,20 @@
-// A CUDA runtime without a device, in place of NVIDIA's. Each stream is a queue of operations (copies, kernels, waits)
-// that are carried out on the host, at once or later:
+// A CUDA driver without a device: libcuda.so.1 of the tests, which the engine opens as it opens NVIDIA's. Each stream
+// is a queue of operations (copies, kernels, waits) that are carried out on the host, at once or later:
 //
 //   at once     each at its call; for tests of the order of calls, which read the log
 //   by a seed   some time between its call and a host's wait for it, in pieces, streams in any order that CUDA allows:
 //   everything is drawn
-//               from the seed, at calls of the runtime and where the host waits. With DrawnTurns the host's threads
+//               from the seed, at calls of the driver and where the host waits. With DrawnTurns the host's threads
 //               take turns by it too, and a seed replays all there was.
 //   by threads  each stream has a thread; for the thread sanitizer
 //
-// Memory of the device is the host's; any address may stand for one. With Options::guard what cudaMalloc gave is out of
+// Memory of the device is the host's; any address may stand for one. With Options::guard what cuMemAlloc gave is out of
 // the host's reach but while an operation works on it. A copy from or to host memory that is not pinned returns when
 // that memory is done with, as on a device.
+//
+// What CUDA refuses is refused: calls without a context (which abort), streams and events that are gone or another
+// device's, what a capture forbids by its mode and the thread's (and the capture is lost), graphs whose memory was
+// freed.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +24,9 @@
 #include <string>
 #include <vector>
 
-#include "kernels/kernels.h"
+#include "kernels/step.h"
+
+#pragma GCC visibility push(default)
 
 namespace shardow::fake {
 
@@ -28,9 +34,9 @@ struct Call {
   std::string what;               ///< "malloc", "free", "copy", "launch", "record", "stream waits", "host waits", ...
   int device = 0;                 ///< current in the calling thread
   void* stream = nullptr;         ///< where there is one
-  const void* subject = nullptr;  ///< event or memory
-  kernels::Step step = {};        ///< of a launch of an update
-  bool by_pointer = false;        ///< of a launch of an update: the step is in device memory
+  const void* subject = nullptr;  ///< event, memory; of an update: where its replays read their step, null outside of a
+                                  ///< capture
+  kernels::Step step = {};        ///< of an update
 };
 
 struct Options {
@@ -53,7 +59,8 @@ void clear();  ///< the log alone
 
 std::vector<int> contexts();              ///< devices that have one
 size_t allocated();                       ///< bytes on devices and in pinned memory, not freed
-void capture(void* stream, bool begins);  ///< a capture whose graph nobody wants
+void* stream(int device, int number);     ///< one that a user made; the same until reset()
+void capture(void* stream, bool begins);  ///< in global mode, as torch does; the graph is thrown away
 
 /// Work that a stream of the test does, an optimizer's for example: on the host, in stream order.
 void enqueue(int device, void* stream, std::function<void()> work);
@@ -64,6 +71,7 @@ void fetch(void* to, const void* from, size_t bytes, int device,
 void run(int device, void* stream);  ///< does what the stream has to do by now, and what that waits for
 void synchronize();                  ///< does all that there is
 size_t pending();                    ///< operations under way
+void run_kernel(unsigned threads, const std::function<void()>& body);  ///< one block, at once
 
 struct Copied {
   int64_t to_host = 0, to_device = 0;
@@ -78,9 +86,11 @@ void break_after(int operations);  ///< when so many more are done, the device h
                                    ///< says so; < 0: never
 
 bool broken();
-void drop_waits(bool dropped);  ///< cudaStreamWaitEvent does nothing, to show that it is missed
+void drop_waits(bool dropped);  ///< cuStreamWaitEvent does nothing, to show that it is missed
 
-/// For DrawnTurns: called at each call of the runtime and again and again where the host waits, with nothing locked.
+/// For DrawnTurns: called at each call of the driver and again and again where the host waits, with nothing locked.
 extern std::function<void()> between;
 
 }  // namespace shardow::fake
+
+#pragma GCC visibility pop

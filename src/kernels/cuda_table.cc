@@ -6,20 +6,19 @@
 // used in turn, so that the host waits only when it is kSlots replays ahead.
 //
 // How streams follow one another: a table knows the stream that it used last; the first use of another one waits, on
-// the device, for what the last one had to do. A capture can't wait for what is outside of it: whoever captures has
+// the device, for what the last one had to do. A capture can't wait for what is outside of it: who captures has
 // synchronised before, as torch does.
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "kernels/cuda.h"
-#include "kernels/cuda_calls.h"
-#include "kernels/cuda_move.cuh"
-#include "kernels/cuda_update.cuh"
+#include "kernels/cuda_driver.h"
+#include "kernels/cuda_kernels.h"
+#include "kernels/cuda_work.h"
 #include "kernels/memory.h"
 #include "kernels/row.h"
 #include "shardow/error.h"
@@ -58,60 +57,45 @@ std::vector<Tile> make_tiles(std::span<const Chunk> chunks, uint32_t elements) {
   return tiles;
 }
 
-using Kernel = void (*)(Work, Step, const Step*);
-
-/// The kernel for a table: of one pair of dtypes for the common ones, else one that looks at each chunk.
-Kernel kernel_for(std::span<const Chunk> chunks) {
-  const auto all = [&](auto&& property) {
-    return std::all_of(chunks.begin(), chunks.end(),
-                       [&](const Chunk& chunk) { return property(chunk) == property(chunks[0]); });
-  };
-  if (chunks.empty() || !all([](const Chunk& chunk) { return chunk.average_dtype; }))
-    return update_kernel<Mixed, Mixed>;
-  Kernel kernel = nullptr;
-  const bool one_pair = all([](const Chunk& chunk) { return chunk.parameter_dtype; });
-  with_dtype(chunks[0].average_dtype, [&]<class S>() {
-    kernel = update_kernel<Mixed, S>;
-    if constexpr (std::is_same_v<S, float>) {
-      if (one_pair && chunks[0].parameter_dtype == DType::kF32) kernel = update_kernel<float, S>;
-      if (one_pair && chunks[0].parameter_dtype == DType::kBF16) kernel = update_kernel<BF16, S>;
-      if (one_pair && chunks[0].parameter_dtype == DType::kF16) kernel = update_kernel<F16, S>;
-    }
-  });
-  return kernel != nullptr ? kernel : update_kernel<Mixed, Mixed>;
+const char* type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kF32: return "float";
+    case DType::kBF16: return "BF16";
+    case DType::kF16: return "F16";
+    default: return "double";
+  }
 }
 
-/// Not in the language's own `<<<>>>`, so that a compiler of plain C++ reads this file too (tests/cuda/emulated.cc).
-template <class... Parameters, class... Arguments>
-void launch(const char* what, void (*kernel)(Parameters...), unsigned blocks, void* stream,
-            const Arguments&... arguments) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+/// "<float, BF16, float>": the averages' type, and those that the parameters have.
+std::string arguments_for(std::span<const Chunk> chunks) {
+  const DType average = chunks.empty() ? DType::kF32 : chunks[0].average_dtype;
+  std::string arguments = std::string("<") + type_of(average);
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
+    const bool used =
+        std::any_of(chunks.begin(), chunks.end(), [&](const Chunk& chunk) { return chunk.parameter_dtype == dtype; });
+    if (used || (chunks.empty() && dtype == average)) arguments += std::string(", ") + type_of(dtype);
+  }
+  if (std::any_of(chunks.begin(), chunks.end(), [&](const Chunk& chunk) { return chunk.average_dtype != average; }))
+    throw Error(Code::kUnsupported, "averages of several dtypes in one table");
+  return arguments + ">";
 }
 
-int multiprocessors(int device) {
-  int count = 0;
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  return count;
+template <class... Arguments>
+void launch(void* kernel, unsigned blocks, void* stream, const Arguments&... arguments) {
+  void* addresses[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  driver().launch(kernel, blocks, 1, 1, kThreads, 1, 1, 0, stream, addresses, nullptr);
 }
 
 class TableImpl final : public Table {
  public:
-  TableImpl(std::span<const Chunk> chunks, Device device) : device_(device), kernel_(kernel_for(chunks)) {
-    const std::vector<Tile> tiles = make_tiles(chunks, tile_elements(chunks, multiprocessors(device.index)));
+  TableImpl(std::span<const Chunk> chunks, Device device)
+      : device_(device), kernel_(load_kernels({"update_kernel" + arguments_for(chunks)}, device.index)[0]) {
+    const std::vector<Tile> tiles =
+        make_tiles(chunks, tile_elements(chunks, used_device(device.index).multiprocessors));
     if (tiles.size() > 0xffffffffu) throw Error(Code::kUnsupported, "more than 2^32 tiles in one table");
     num_tiles_ = static_cast<uint32_t>(tiles.size());
     resources_ = std::make_unique<Resources>(Device{Device::Kind::kCuda, device.index}, chunks.size(), tiles.size());
-    check(cudaMemcpy(resources_->chunks.get(), chunks.data(), chunks.size_bytes(), cudaMemcpyHostToDevice),
-          "copy of the chunks");
-    check(cudaMemcpy(resources_->tiles.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice),
-          "copy of the tiles");
-    check(cudaMemset(resources_->tally.get(), 0, sizeof(DeviceTally)), "reset of the tally");
-    check(cudaMemset(resources_->step.get(), 0, sizeof(Step)), "reset of the step");
-    check(cudaDeviceSynchronize(), "upload");  // before anything on a stream that does not wait for the default one
+    fill(chunks, tiles);
   }
 
   ~TableImpl() override {
@@ -122,10 +106,9 @@ class TableImpl final : public Table {
   void update(const Step& step) override {
     if (num_tiles_ == 0 || step.num_averages == 0) return;
     const DeviceGuard guard(device_.index);
-    const Work work{resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()};
-    const unsigned blocks = (num_tiles_ + kWarps - 1) / kWarps;
-    const Step* const latest = capturing(device_) ? resources_->step.get() : nullptr;
-    launch("launch of update", kernel_, blocks, device_.stream, work, step, latest);
+    const bool captured = capturing(device_);
+    const Replay* const replay = captured ? resources_->replay.get() : nullptr;
+    launch(kernel_, (num_tiles_ + kWarps - 1) / kWarps, device_.stream, captured ? Work{} : work(), step, replay);
   }
 
   void set_step(const Step& step) override {
@@ -136,20 +119,18 @@ class TableImpl final : public Table {
     const size_t slot = next_slot_++ % kSlots;
     Event& written = resources_->written[slot];
     written.wait();
-    Step* const pinned = resources_->pinned.get() + slot;
-    std::memcpy(pinned, &step, sizeof(Step));
-    check(cudaMemcpyAsync(resources_->step.get(), pinned, sizeof(Step), cudaMemcpyHostToDevice, stream()),
-          "copy of the step");
-    written.record(stream());
+    Replay* const pinned = resources_->pinned.get() + slot;
+    *pinned = {step, work()};
+    driver().copy(resources_->replay.get(), pinned, sizeof(Replay), device_.stream);
+    written.record(device_.stream);
   }
 
   Tally read_tally() override {
     const DeviceGuard guard(device_.index);
     DeviceTally* const read = resources_->read.get();
-    check(cudaMemcpyAsync(read, resources_->tally.get(), sizeof(DeviceTally), cudaMemcpyDeviceToHost, stream()),
-          "copy of the tally");
-    check(cudaMemsetAsync(resources_->tally.get(), 0, sizeof(DeviceTally), stream()), "reset of the tally");
-    resources_->done.record(stream());
+    driver().copy(read, resources_->tally.get(), sizeof(DeviceTally), device_.stream);
+    driver().set(resources_->tally.get(), 0, sizeof(DeviceTally), device_.stream);
+    resources_->done.record(device_.stream);
     resources_->done.wait();
     return {static_cast<int64_t>(read->non_finite),
             read->non_finite > 0 ? static_cast<int64_t>(0xffffffffu - read->last_chunk) : -1};
@@ -161,8 +142,8 @@ class TableImpl final : public Table {
     Device next = device_;
     next.stream = stream;
     if (!capturing(device_) && !capturing(next)) {
-      resources_->done.record(static_cast<cudaStream_t>(device_.stream));
-      resources_->done.wait_on(static_cast<cudaStream_t>(stream));
+      resources_->done.record(device_.stream);
+      resources_->done.wait_on(stream);
     }
     device_ = next;
   }
@@ -175,25 +156,37 @@ class TableImpl final : public Table {
         : chunks(Memory(std::max<size_t>(num_chunks, 1) * sizeof(Chunk), device)),
           tiles(Memory(std::max<size_t>(num_tiles, 1) * sizeof(Tile), device)),
           tally(Memory(sizeof(DeviceTally), device)),
-          step(Memory(sizeof(Step), device)),
-          pinned(Memory::pinned(kSlots * sizeof(Step), device)),
+          replay(Memory(sizeof(Replay), device)),
+          pinned(Memory::pinned(kSlots * sizeof(Replay), device)),
           read(Memory::pinned(sizeof(DeviceTally), device)),
           written(kSlots) {}
 
     Array<Chunk> chunks;
     Array<Tile> tiles;
     Array<DeviceTally> tally;
-    Array<Step> step;
-    Array<Step> pinned;
+    Array<Replay> replay;
+    Array<Replay> pinned;
     Array<DeviceTally> read;
     std::vector<Event> written;
     Event done;  // of what the host or another stream waits for
   };
 
-  cudaStream_t stream() const { return static_cast<cudaStream_t>(device_.stream); }
+  Work work() const { return {resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()}; }
+
+  /// Fills the device's memory on a private stream, so that nothing waits for what the device has to do for others.
+  void fill(std::span<const Chunk> chunks, const std::vector<Tile>& tiles) {
+    const Stream stream;
+    if (num_tiles_ > 0) {
+      driver().copy(resources_->chunks.get(), chunks.data(), chunks.size_bytes(), stream.get());
+      driver().copy(resources_->tiles.get(), tiles.data(), tiles.size() * sizeof(Tile), stream.get());
+    }
+    driver().set(resources_->tally.get(), 0, sizeof(DeviceTally), stream.get());
+    driver().set(resources_->replay.get(), 0, sizeof(Replay), stream.get());
+    driver().synchronize(stream.get());
+  }
 
   Device device_;
-  Kernel kernel_;
+  void* kernel_;
   uint32_t num_tiles_;
   std::unique_ptr<Resources> resources_;
   size_t next_slot_ = 0;
@@ -202,6 +195,10 @@ class TableImpl final : public Table {
 /// Enough threads to fill any device; the kernels stride over the rest.
 unsigned blocks_for(int64_t count) {
   return static_cast<unsigned>(std::clamp<int64_t>((count + kThreads * kPerLane - 1) / (kThreads * kPerLane), 1, 4096));
+}
+
+void* kernel(const std::string& name, const Device& device) {
+  return load_kernels({name}, device.index)[0];
 }
 
 }  // namespace
@@ -215,34 +212,26 @@ void swap(void* parameter, DType parameter_dtype, void* average, DType average_d
           Direction direction, Device device) {
   const DeviceGuard guard(device.index);
   if (count == 0) return;
-  auto* const a = static_cast<uint16_t*>(parameter);
   if (parameter_dtype == average_dtype) {
     with_dtype(parameter_dtype, [&]<class P>() {
       const int64_t words = count * static_cast<int64_t>(sizeof(P) / 2);
-      launch("launch of swap", &swap_kernel, blocks_for(words), device.stream, a, static_cast<uint16_t*>(average),
-             words);
+      launch(kernel("swap_kernel", device), blocks_for(words), device.stream, parameter, average, words);
     });
   } else if (swaps_in_place(parameter_dtype, average_dtype)) {
-    launch("launch of swap", &exchange_kernel, blocks_for(count), device.stream, a, static_cast<uint32_t*>(average),
-           count, direction);
+    launch(kernel("exchange_kernel", device), blocks_for(count), device.stream, parameter, average, count, direction);
   }
 }
 
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device) {
   const DeviceGuard guard(device.index);
   if (count == 0) return;
-  const auto stream = static_cast<cudaStream_t>(device.stream);
-  with_dtype(from_dtype, [&]<class From>() {
-    with_dtype(to_dtype, [&]<class To>() {
-      if constexpr (std::is_same_v<From, To>) {
-        check(cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(To), cudaMemcpyDeviceToDevice, stream),
-              "copy");
-      } else {
-        launch("launch of cast", &cast_kernel<From, To>, blocks_for(count), device.stream,
-               static_cast<const From*>(from), static_cast<To*>(to), count);
-      }
-    });
-  });
+  if (from_dtype == to_dtype) {
+    with_dtype(from_dtype,
+               [&]<class T>() { driver().copy(to, from, static_cast<size_t>(count) * sizeof(T), device.stream); });
+  } else if (is_averaged_dtype(from_dtype) && is_averaged_dtype(to_dtype)) {
+    const std::string name = std::string("cast_kernel<") + type_of(from_dtype) + ", " + type_of(to_dtype) + ">";
+    launch(kernel(name, device), blocks_for(count), device.stream, from, to, count);
+  }
 }
 
 }  // namespace shardow::kernels::cuda

@@ -1,10 +1,11 @@
-// What tests ask of the fake runtime, and what its files share.
-#include "fake_runtime.h"
+// The tests' side of the fake driver, in C++ and (at the end) in C, for ctypes.
 
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <utility>
 
+#include "emulation.h"
 #include "world.h"
 
 namespace shardow::fake {
@@ -12,21 +13,15 @@ namespace shardow::fake {
 std::function<void()> between;
 
 World& world() {
-  static World* const one = [] {
+  static World* const only = [] {
     auto* const made = new World;  // never destroyed: engines free their memory at exit
     made->memory.start(false);
     return made;
   }();
-  return *one;
-}
-
-int& current_device() {
-  static thread_local int device = 0;
-  return device;
+  return *only;
 }
 
 void World::note(const char* what, void* stream, const void* subject) {
-  contexts.insert(current_device());
   if (!options.log) return;
   Call& call = log.emplace_back();
   call.what = what;
@@ -41,8 +36,8 @@ std::unique_lock<std::mutex> called() {
   return lock;
 }
 
-cudaError_t state() {
-  return world().streams.until_broken == 0 ? failed(cudaErrorIllegalAddress) : cudaSuccess;
+Result state() {
+  return world().streams.until_broken == 0 ? kIllegalAddress : kSuccess;
 }
 
 Work on_device(Work work) {
@@ -59,17 +54,6 @@ bool capturing(void* stream) {
   return world().captures.count(stream) > 0;
 }
 
-bool capturing_any() {
-  return !world().captures.empty();
-}
-
-MarkPtr enqueue(void* stream, Work work) {
-  const auto captured = world().captures.find(stream);
-  if (captured == world().captures.end()) return world().streams.add(current_device(), stream, std::move(work));
-  captured->second->nodes.push_back(std::move(work));
-  return nullptr;
-}
-
 void reset(const Options& options) {
   world().streams.stop();
   world().streams.start(options.seed, options.threads);
@@ -82,8 +66,8 @@ void reset(const Options& options) {
   world().drops_waits = false;
   world().copied = {};
   world().captures.clear();
+  world().users_streams.clear();
   world().memory.start(options.guard);
-  current_device() = 0;
 }
 
 std::vector<Call> calls() {
@@ -92,9 +76,9 @@ std::vector<Call> calls() {
 }
 
 std::vector<Call> calls_of(const std::string& what) {
-  std::vector<Call> found = calls();
-  std::erase_if(found, [&](const Call& call) { return call.what != what; });
-  return found;
+  std::vector<Call> named = calls();
+  std::erase_if(named, [&](const Call& call) { return call.what != what; });
+  return named;
 }
 
 void clear() {
@@ -112,13 +96,25 @@ size_t allocated() {
   return world().memory.allocated();
 }
 
+void* stream(int device, int number) {
+  const std::lock_guard lock(world().streams.mutex());
+  void*& stream = world().users_streams[{device, number}];
+  if (stream == nullptr) stream = world().streams.make(device, false);
+  return stream;
+}
+
 void capture(void* stream, bool begins) {
   const std::lock_guard lock(world().streams.mutex());
   if (begins) {
-    world().captures[stream] = std::make_shared<CUgraph_st>();
+    world().captures[stream] =
+        std::make_shared<Capture>(Capture{{}, stream, kGlobal, std::this_thread::get_id(), false});
   } else {
     world().captures.erase(stream);
   }
+}
+
+void run_kernel(unsigned threads, const std::function<void()>& body) {
+  run_block(1, threads, 0, body, nullptr);
 }
 
 void enqueue(int device, void* stream, std::function<void()> work) {
@@ -197,3 +193,40 @@ void break_after(int operations) {
 }
 
 }  // namespace shardow::fake
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+void fake_reset(int num_devices, int64_t seed) {
+  using namespace shardow::fake;
+  const auto drawn = seed < 0 ? std::nullopt : std::optional(static_cast<uint64_t>(seed));
+  reset({.num_devices = num_devices, .seed = drawn, .log = false});
+}
+void* fake_stream(int device, int number) {
+  return shardow::fake::stream(device, number);
+}
+void fake_run(void* stream, int device) {
+  shardow::fake::run(device, stream);
+}
+void fake_synchronize() {
+  shardow::fake::synchronize();
+}
+size_t fake_pending() {
+  return shardow::fake::pending();
+}
+void fake_fail_copy(int number, int times) {
+  shardow::fake::fail_copy(number, times);
+}
+void fake_fail_allocation(int number) {
+  shardow::fake::fail_allocation(number);
+}
+size_t fake_allocated() {
+  return shardow::fake::allocated();
+}
+int64_t fake_copied_to_host() {
+  return shardow::fake::copied().to_host;
+}
+int64_t fake_copied_to_device() {
+  return shardow::fake::copied().to_device;
+}
+}

@@ -1,0 +1,17 @@
+# The sources of the kernels for CUDA devices, as text in the engine, which has NVRTC compile them where they run: neither a build nor a wheel needs
+# anything of CUDA. The C and C++ libraries' headers are empty there; cuda_prelude.cuh has what is used of them.
+set(sources include/shardow/dtype.h)
+foreach(name IN ITEMS arithmetic.h bits.h cuda_access.cuh cuda_move.cuh cuda_prelude.cuh cuda_update.cuh cuda_work.h exchange.h noise.h step.h)
+  list(APPEND sources src/kernels/${name})
+endforeach()
+set(SHARDOW_KERNEL_SOURCES "")
+foreach(source IN LISTS sources)
+  file(READ ${source} text)
+  string(REGEX REPLACE "^(include|src)/" "" name ${source})
+  string(APPEND SHARDOW_KERNEL_SOURCES "    {\"${name}\", R\"source(${text})source\"},\n")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/${source})
+endforeach()
+foreach(name IN ITEMS array cmath cstdint cstring type_traits utility)
+  string(APPEND SHARDOW_KERNEL_SOURCES "    {\"${name}\", \"\"},\n")
+endforeach()
+configure_file(src/kernels/cuda_sources.h.in generated/kernels/cuda_sources.h @ONLY)

@@ -1,0 +1,146 @@
+// CUDA's driver, found when it is first needed: nothing of CUDA is there when this is compiled, and a process without a
+// driver gets a sentence. What the files of the CUDA path share: its functions, the current context, events.
+//
+// Signatures are those of cuda.h, of CUDA 12.0 and later, with handles and device addresses as pointers and
+// enumerations as integers, which are passed alike (cuda_driver_test.cc compares them).
+#pragma once
+
+#include <cstddef>
+#include <new>
+#include <string>
+
+namespace shardow::kernels::cuda {
+
+/// A library that dlopen() gave; it stays loaded.
+struct Library {
+  void* handle;
+  const char* too_old;                             ///< why a function may be missing
+  void (*fail)(const char* function, int status);  ///< throws
+  void* find(const char* function) const;          ///< throws kUnsupported
+};
+
+/// One function of a library. A call throws, with the library's own message, unless it succeeds.
+template <class... Parameters>
+class Call {
+ public:
+  using Function = int (*)(Parameters...);
+
+  Call(const Library& library, const char* name)
+      : library_(library), name_(name), function_(reinterpret_cast<Function>(library.find(name))) {}
+  void operator()(Parameters... parameters) const {
+    if (const int status = function_(parameters...)) library_.fail(name_, status);
+  }
+  /// For destructors, which go on, and for callers that look at the status.
+  int status(Parameters... parameters) const noexcept { return function_(parameters...); }
+
+ private:
+  const Library library_;
+  const char* name_;
+  Function function_;
+};
+
+struct Driver {
+  Library library;
+
+  Call<unsigned> init{library, "cuInit"};
+  Call<int*> version{library, "cuDriverGetVersion"};
+  Call<int, const char**> error_name{library, "cuGetErrorName"};
+  Call<int, const char**> error_string{library, "cuGetErrorString"};
+
+  Call<int*> device_count{library, "cuDeviceGetCount"};
+  Call<int*, int> device{library, "cuDeviceGet"};
+  Call<char*, int, int> device_name{library, "cuDeviceGetName"};
+  Call<int*, int, int> device_attribute{library, "cuDeviceGetAttribute"};
+  Call<void**, int> retain_primary_context{library, "cuDevicePrimaryCtxRetain"};
+  Call<void*> push_context{library, "cuCtxPushCurrent_v2"};
+  Call<void**> pop_context{library, "cuCtxPopCurrent_v2"};
+
+  Call<void**, size_t> allocate{library, "cuMemAlloc_v2"};
+  Call<void*> free{library, "cuMemFree_v2"};
+  Call<void**, size_t, unsigned> allocate_pinned{library, "cuMemHostAlloc"};
+  Call<void*> free_pinned{library, "cuMemFreeHost"};
+  Call<void*, const void*, size_t, void*> copy{library, "cuMemcpyAsync"};
+  Call<void*, unsigned char, size_t, void*> set{library, "cuMemsetD8Async"};
+
+  Call<void**, unsigned> create_stream{library, "cuStreamCreate"};
+  Call<void*> destroy_stream{library, "cuStreamDestroy_v2"};
+  Call<void*> synchronize{library, "cuStreamSynchronize"};
+  Call<void*, void*, unsigned> wait_for_event{library, "cuStreamWaitEvent"};
+  Call<void*, int*> is_capturing{library, "cuStreamIsCapturing"};
+  Call<int*> exchange_capture_mode{library, "cuThreadExchangeStreamCaptureMode"};
+  Call<void**, unsigned> create_event{library, "cuEventCreate"};
+  Call<void*> destroy_event{library, "cuEventDestroy_v2"};
+  Call<void*, void*> record{library, "cuEventRecord"};
+  Call<void*> wait{library, "cuEventSynchronize"};
+
+  Call<void**, const void*> load_module{library, "cuModuleLoadData"};
+  Call<void**, void*, const char*> function{library, "cuModuleGetFunction"};
+  Call<void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**> launch{
+      library, "cuLaunchKernel"};
+};
+
+// Enumerators and flags of cuda.h.
+inline constexpr int kOutOfDeviceMemory = 2, kCaptureRelaxed = 2, kMultiprocessors = 16, kCapabilityMajor = 75,
+                     kCapabilityMinor = 76;
+inline constexpr unsigned kPortable = 1, kNonBlocking = 1, kBlockingSync = 1, kDisableTiming = 2;
+
+/// Throws kUnsupported with the reason where no device answers. Its functions throw kOutOfMemory or kInternal.
+const Driver& driver();
+int driver_version();  ///< 12040 for CUDA 12.4
+
+/// A device that was used once.
+struct UsedDevice {
+  void* context;  ///< the primary one
+  std::string name;
+  int capability;  ///< 90 for 9.0
+  int multiprocessors;
+};
+const UsedDevice& used_device(int index);
+
+/// Makes a device's primary context, which torch uses too, the thread's current one, and what was before current again
+/// at its end: no other device gets a context, half a gigabyte each. Meanwhile a graph that some thread captures
+/// does not forbid the engine to allocate, to free and to wait: none of that belongs to what is captured.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int index);
+  /// For destructors, which go on without.
+  DeviceGuard(int index, std::nothrow_t) noexcept;
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  bool pushed_ = false;
+  int capture_mode_ = kCaptureRelaxed;
+};
+
+/// Does not wait for the default stream, nor that one for it. The current context's, as events are.
+class Stream {
+ public:
+  Stream() { driver().create_stream(&stream_, kNonBlocking); }
+  ~Stream() { static_cast<void>(driver().destroy_stream.status(stream_)); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  void* get() const { return stream_; }
+
+ private:
+  void* stream_ = nullptr;
+};
+
+/// A thread that waits for it sleeps: a spinning one would take a core from the training.
+class Event {
+ public:
+  Event() { driver().create_event(&event_, kDisableTiming | kBlockingSync); }
+  ~Event() { static_cast<void>(driver().destroy_event.status(event_)); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  void* get() const { return event_; }
+  void record(void* stream) { driver().record(event_, stream); }
+  void wait() { driver().wait(event_); }
+  void wait_on(void* stream) { driver().wait_for_event(stream, event_, 0); }
+
+ private:
+  void* event_ = nullptr;
+};
+
+}  // namespace shardow::kernels::cuda

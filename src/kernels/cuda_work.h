@@ -1,0 +1,40 @@
+// The arguments of the kernels for CUDA devices: a table in device memory, cut into tiles. Host and device read this
+// header.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/step.h"
+
+namespace shardow::kernels::cuda {
+
+inline constexpr int kLanes = 32, kPerLane = 8, kGroup = kLanes * kPerLane;  // elements of a lane's group, of a warp's
+inline constexpr int kThreads = 256, kWarps = kThreads / kLanes;
+
+/// The unit of work: a stretch of one chunk, handled by one warp.
+struct Tile {
+  uint32_t chunk, count;
+  int64_t begin;
+};
+
+/// `last_chunk` is 2^32 - 1 - (index of the first chunk with a value that is not finite), so that zero means none.
+struct DeviceTally {
+  unsigned long long non_finite;
+  unsigned int last_chunk;
+};
+
+/// An update's memory, all of it on the device.
+struct Work {
+  const Chunk* chunks;
+  const Tile* tiles;
+  uint32_t num_tiles;
+  DeviceTally* tally;
+};
+
+/// The work of a replayed update, in device memory at the one address that its graph keeps. Zeros: nothing.
+struct Replay {
+  Step step;
+  Work work;
+};
+
+}  // namespace shardow::kernels::cuda

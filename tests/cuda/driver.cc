@@ -1,0 +1,463 @@
+// The functions of libcuda.so.1 that the engine and its tests use. NVIDIA's signatures, with handles and device
+// addresses as pointers.
+#include <elf.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "emulation.h"
+#include "kernels/cuda_work.h"
+#include "world.h"
+
+namespace shardow::fake {
+
+namespace {
+
+thread_local std::vector<int> contexts_of_thread;
+thread_local int mode_of_thread = kGlobal;
+
+int number_from(const char* variable, int otherwise) {
+  const char* const text = std::getenv(variable);
+  return text != nullptr ? std::atoi(text) : otherwise;
+}
+
+/// Begins most functions.
+std::unique_lock<std::mutex> called_with_context(const char* function) {
+  if (contexts_of_thread.empty()) {
+    std::fprintf(stderr, "%s without a current context\n", function);
+    std::abort();
+  }
+  return called();
+}
+
+Result lose(Capture& capture, Result result) {
+  capture.invalid = true;
+  return result;
+}
+
+/// Checks a call that no graph repeats: captures forbid it by their modes and the thread's, and are lost by it.
+Result outside_of_captures() {
+  Result result = kSuccess;
+  if (mode_of_thread == kRelaxed) return result;
+  for (const auto& [stream, capture] : world().captures) {
+    const bool own = capture->thread == std::this_thread::get_id();
+    if (own ? capture->mode != kRelaxed : capture->mode == kGlobal && mode_of_thread == kGlobal)
+      result = lose(*capture, kCaptureUnsupported);
+  }
+  return result;
+}
+
+/// Checks a wait for a stream, or a question to it.
+Result outside_of_capture_of(void* stream) {
+  if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
+  const auto entry = world().captures.find(stream);
+  return entry != world().captures.end() ? lose(*entry->second, kCaptureUnsupported) : outside_of_captures();
+}
+
+/// The default stream waits for blocking ones, which a capture can't have.
+Result implicit(void* stream) {
+  for (const auto& [other, capture] : world().captures) {
+    const auto kind = world().streams.kind_of(other);
+    if (stream == nullptr && kind && kind->blocking && kind->device == current_device())
+      return lose(*capture, kCaptureImplicit);
+  }
+  return kSuccess;
+}
+
+/// Into the stream, or into the graph that it is captured into. `touched`: addresses that the work is given.
+Result enqueue(void* stream, Work work, const std::vector<const void*>& touched, MarkPtr* mark = nullptr) {
+  if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
+  if (const Result result = implicit(stream)) return result;
+  const auto entry = world().captures.find(stream);
+  if (entry == world().captures.end()) {
+    const MarkPtr end = world().streams.add(current_device(), stream, std::move(work));
+    if (mark != nullptr) *mark = end;
+    return state();
+  }
+  if (entry->second->invalid) return kCaptureInvalidated;
+  Graph& graph = entry->second->graph;
+  graph.nodes.push_back(std::move(work));
+  for (const void* address : touched) {
+    if (const uint64_t block = world().memory.block_of(address)) graph.blocks.insert(block);
+  }
+  return kSuccess;
+}
+
+bool is_current(void* stream) {
+  const auto kind = world().streams.kind_of(stream);
+  return stream == nullptr || (kind && kind->device == current_device());
+}
+
+Result allocate(const char* what, void** memory, size_t bytes, bool pinned) {
+  world().note(what);
+  if (const Result result = state()) return result;
+  if (const Result result = outside_of_captures()) return result;
+  int& left = world().until_allocation_fails;
+  const bool refused = left >= 0 && left-- == 0;
+  *memory = refused ? nullptr : world().memory.take(bytes, pinned);
+  return *memory != nullptr ? kSuccess : kOutOfMemory;
+}
+
+Result wait_for(std::unique_lock<std::mutex>& lock, const std::vector<MarkPtr>& marks) {
+  world().streams.until(lock, [&] {
+    return std::all_of(marks.begin(), marks.end(), [](const MarkPtr& mark) { return !mark || mark->done; });
+  });
+  return state();
+}
+
+/// Waits for all that the devices have to do, as CUDA's functions do.
+Result release(std::unique_lock<std::mutex>& lock, const char* what, void* memory) {
+  world().note(what, nullptr, memory);
+  if (const Result result = outside_of_captures()) return result;
+  static_cast<void>(wait_for(lock, world().streams.all(std::nullopt)));
+  return world().memory.give(memory) ? kSuccess : kInvalidValue;
+}
+
+bool copy_fails() {
+  World& all = world();
+  if (all.until_copy_fails > 0) return (--all.until_copy_fails, false);
+  if (all.until_copy_fails < 0 || all.times == 0) return false;
+  if (all.times > 0) --all.times;
+  return true;
+}
+
+/// In pieces, which a kernel of another stream may come between.
+Result copy(void* to, const void* from, size_t bytes, void* stream) {
+  World& all = world();
+  all.note("copy", stream, to);
+  if (const Result result = state()) return result;
+  if (copy_fails()) return kInvalidValue;
+  if (all.memory.pinned(to)) all.copied.to_host += static_cast<int64_t>(bytes);
+  if (all.memory.pinned(from)) all.copied.to_device += static_cast<int64_t>(bytes);
+  const size_t parts = bytes >= 64 ? 3 : 1;
+  const auto part = [=](size_t number, Random*) {
+    const size_t begin = bytes * number / parts, end = bytes * (number + 1) / parts;
+    if (end > begin)
+      std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
+  };
+  return enqueue(stream, on_device({parts, part}), {to, from});
+}
+
+/// Addresses that the arguments have in them, structs included.
+std::vector<const void*> addresses_in(const Twin& twin, void** arguments) {
+  std::vector<const void*> addresses;
+  for (size_t i = 0; i < twin.sizes.size(); ++i) {
+    for (size_t at = 0; at + sizeof(void*) <= twin.sizes[i]; at += sizeof(void*))
+      std::memcpy(&addresses.emplace_back(), static_cast<const std::byte*>(arguments[i]) + at, sizeof(void*));
+  }
+  return addresses;
+}
+
+void note_launch(const Kernel& kernel, void* stream, void** arguments) {
+  const bool update = kernel.name.rfind("update_kernel", 0) == 0;
+  world().note(update ? "update" : "launch", stream);
+  if (!update || !world().options.log) return;
+  Call& call = world().log.back();
+  call.step = *static_cast<const kernels::Step*>(arguments[1]);
+  call.subject = *static_cast<const void* const*>(arguments[2]);
+}
+
+Result launch(const Kernel& kernel, unsigned grid, unsigned block, void* stream, void** arguments) {
+  note_launch(kernel, stream, arguments);
+  if (const Result result = state()) return result;
+  if (grid == 0 || block == 0 || block > 1024) return kInvalidValue;
+  if (kernel.device != current_device() || !is_current(stream)) return kInvalidHandle;
+  const size_t each = (grid + 63) / 64, parts = (grid + each - 1) / each;  // blocks to a part
+  const auto part = [=, body = kernel.twin->bind(arguments)](size_t number, Random* random) {
+    for (size_t index = number * each; index < std::min<size_t>((number + 1) * each, grid); ++index)
+      run_block(grid, block, static_cast<unsigned>(index), body, random);
+  };
+  return enqueue(stream, on_device({parts, part}), addresses_in(*kernel.twin, arguments));
+}
+
+/// An ELF file of CUDA 12's ABI (version 7), or of 13's where the driver is of 13.
+std::string checked_image(const void* image) {
+  Elf64_Ehdr header;
+  std::memcpy(&header, image, sizeof(header));
+  if (std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0) {
+    const std::string ptx = static_cast<const char*>(image);
+    return ptx.find(".version") != std::string::npos ? ptx : "";
+  }
+  if (header.e_ident[EI_ABIVERSION] > 7 && number_from("FAKE_CUDA_VERSION", 12040) < 13000) return {};
+  return {static_cast<const char*>(image), header.e_shoff + size_t{header.e_shnum} * header.e_shentsize};
+}
+
+const char* name_of(int result) {
+  switch (result) {
+    case kOutOfMemory: return "CUDA_ERROR_OUT_OF_MEMORY";
+    case kIllegalAddress: return "CUDA_ERROR_ILLEGAL_ADDRESS";
+    case kInvalidValue: return "CUDA_ERROR_INVALID_VALUE";
+    case kInvalidHandle: return "CUDA_ERROR_INVALID_HANDLE";
+    case kNoDevice: return "CUDA_ERROR_NO_DEVICE";
+    default: return "CUDA_ERROR_UNKNOWN";
+  }
+}
+
+const char* text_of(int result) {
+  switch (result) {
+    case kOutOfMemory: return "out of memory";
+    case kIllegalAddress: return "an illegal memory access was encountered";
+    case kInvalidValue: return "invalid argument";
+    case kInvalidHandle: return "invalid resource handle";
+    case kNoDevice: return "no CUDA-capable device is detected";
+    default: return "an error";
+  }
+}
+
+}  // namespace
+
+int current_device() {
+  return contexts_of_thread.empty() ? -1 : contexts_of_thread.back();
+}
+
+}  // namespace shardow::fake
+
+using namespace shardow::fake;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int cuInit(unsigned) {
+  return number_from("FAKE_CUDA_INIT", kSuccess);
+}
+int cuDriverGetVersion(int* version) {
+  *version = number_from("FAKE_CUDA_VERSION", 12040);
+  return kSuccess;
+}
+int cuGetErrorName(int result, const char** name) {
+  *name = name_of(result);
+  return kSuccess;
+}
+int cuGetErrorString(int result, const char** text) {
+  *text = text_of(result);
+  return kSuccess;
+}
+int cuGetExportTable(const void** table, const void*) {  // NVRTC asks for it
+  *table = nullptr;
+  return kNotFound;
+}
+
+int cuDeviceGetCount(int* count) {
+  *count = number_from("FAKE_CUDA_DEVICES", 8);  // reset() says how many of them are there
+  return kSuccess;
+}
+int cuDeviceGet(int* device, int index) {
+  *device = index;
+  return index >= 0 && index < world().options.num_devices ? kSuccess : kInvalidDevice;
+}
+int cuDeviceGetName(char* name, int length, int) {
+  std::snprintf(name, static_cast<size_t>(length), "Fake H100");
+  return kSuccess;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  const int capability = number_from("FAKE_CUDA_CAPABILITY", 90);
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 4;
+  return kSuccess;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1);
+  return kSuccess;
+}
+int cuCtxPushCurrent_v2(void* context) {
+  const std::lock_guard lock(world().streams.mutex());
+  contexts_of_thread.push_back(static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1);
+  world().contexts.insert(contexts_of_thread.back());
+  return kSuccess;
+}
+int cuCtxPopCurrent_v2(void**) {
+  contexts_of_thread.pop_back();
+  return kSuccess;
+}
+int cuCtxSynchronize() {
+  auto lock = called_with_context("cuCtxSynchronize");
+  world().note("host waits for device");
+  for (const auto& [stream, capture] : world().captures) {
+    if (world().streams.kind_of(stream)->device == current_device()) return lose(*capture, kCaptureUnsupported);
+  }
+  if (const Result result = outside_of_captures()) return result;
+  return wait_for(lock, world().streams.all(current_device()));
+}
+
+int cuMemAlloc_v2(void** memory, size_t bytes) {
+  const auto lock = called_with_context("cuMemAlloc");
+  return allocate("malloc", memory, bytes, false);
+}
+int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+  const auto lock = called_with_context("cuMemHostAlloc");
+  return allocate("pin", memory, bytes, true);
+}
+int cuMemFree_v2(void* memory) {
+  auto lock = called_with_context("cuMemFree");
+  return release(lock, "free", memory);
+}
+int cuMemFreeHost(void* memory) {
+  auto lock = called_with_context("cuMemFreeHost");
+  return release(lock, "unpin", memory);
+}
+int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
+  const auto lock = called_with_context("cuMemcpyAsync");
+  return copy(to, from, bytes, stream);
+}
+int cuMemsetD8Async(void* memory, unsigned char value, size_t bytes, void* stream) {
+  const auto lock = called_with_context("cuMemsetD8Async");
+  world().note("set", stream, memory);
+  if (const Result result = state()) return result;
+  return enqueue(stream, on_device({1, [=](size_t, Random*) { std::memset(memory, value, bytes); }}), {memory});
+}
+
+int cuStreamCreate(void** stream, unsigned flags) {
+  const auto lock = called_with_context("cuStreamCreate");
+  if (const Result result = state()) return result;
+  const bool blocking = (flags & 1) == 0;
+  *stream = world().streams.make(current_device(), blocking);
+  world().note(blocking ? "stream that the default one blocks" : "stream", *stream);
+  return kSuccess;
+}
+int cuStreamDestroy_v2(void* stream) {
+  const auto lock = called_with_context("cuStreamDestroy");
+  world().note("end of stream", stream);
+  return world().streams.retire(stream) ? kSuccess : kInvalidHandle;
+}
+int cuStreamSynchronize(void* stream) {
+  auto lock = called_with_context("cuStreamSynchronize");
+  world().note("host waits", stream);
+  if (const Result result = outside_of_capture_of(stream)) return result;
+  return wait_for(lock, {world().streams.last(current_device(), stream)});
+}
+int cuStreamQuery(void* stream) {
+  const auto lock = called_with_context("cuStreamQuery");
+  if (const Result result = outside_of_capture_of(stream)) return result;
+  const MarkPtr mark = world().streams.last(current_device(), stream);
+  return mark == nullptr || mark->done ? state() : kNotReady;
+}
+int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
+  const auto lock = called_with_context("cuStreamWaitEvent");
+  World& all = world();
+  all.note("stream waits", stream, event);
+  if (const Result result = state()) return result;
+  if (!all.events.count(event) || (stream != nullptr && !all.streams.kind_of(stream))) return kInvalidHandle;
+  const auto entry = all.captures.find(stream);
+  if (entry != all.captures.end())
+    return event->captured == entry->second ? kSuccess : lose(*entry->second, kCaptureIsolation);
+  if (event->captured != nullptr) {  // joins the capture, behind all that it has
+    all.captures[stream] = event->captured;
+  } else if (event->mark != nullptr && !all.drops_waits) {
+    all.streams.add(current_device(), stream, Work{}, {event->mark});
+  }
+  return kSuccess;
+}
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, mode_of_thread);
+  return kSuccess;
+}
+
+int cuEventCreate(Event** event, unsigned flags) {
+  const auto lock = called_with_context("cuEventCreate");
+  world().note((flags & 1) != 0 ? "event that sleeps" : "event that spins");
+  if (const Result result = state()) return result;
+  *event = new Event{nullptr, current_device(), nullptr};
+  world().events.insert(*event);
+  return kSuccess;
+}
+int cuEventDestroy_v2(Event* event) {
+  const auto lock = called_with_context("cuEventDestroy");
+  world().note("end of event", nullptr, event);
+  if (world().events.erase(event) == 0) return kInvalidHandle;
+  delete event;
+  return kSuccess;
+}
+int cuEventRecord(Event* event, void* stream) {
+  const auto lock = called_with_context("cuEventRecord");
+  world().note("record", stream, event);
+  if (const Result result = state()) return result;
+  if (!world().events.count(event) || event->device != current_device() || !is_current(stream)) return kInvalidHandle;
+  if (const Result result = implicit(stream)) return result;
+  const auto entry = world().captures.find(stream);
+  event->captured = entry != world().captures.end() ? entry->second : nullptr;
+  if (event->captured == nullptr) event->mark = world().streams.add(current_device(), stream, Work{});
+  return kSuccess;
+}
+int cuEventSynchronize(Event* event) {
+  auto lock = called_with_context("cuEventSynchronize");
+  world().note("host waits", nullptr, event);
+  if (!world().events.count(event)) return kInvalidHandle;
+  if (event->captured != nullptr) return lose(*event->captured, kCapturedEvent);
+  if (const Result result = outside_of_captures()) return result;
+  return wait_for(lock, {event->mark});
+}
+
+int cuStreamIsCapturing(void* stream, int* status) {
+  const auto lock = called_with_context("cuStreamIsCapturing");
+  if (const Result result = implicit(stream)) return result;
+  const auto entry = world().captures.find(stream);
+  *status = entry == world().captures.end() ? 0 : entry->second->invalid ? 2 : 1;
+  return kSuccess;
+}
+int cuStreamBeginCapture_v2(void* stream, int mode) {
+  const auto lock = called_with_context("cuStreamBeginCapture");
+  if (stream == nullptr || capturing(stream)) return kCaptureUnsupported;
+  world().captures[stream] =
+      std::make_shared<Capture>(Capture{{}, stream, static_cast<CaptureMode>(mode), std::this_thread::get_id(), false});
+  return kSuccess;
+}
+int cuStreamEndCapture(void* stream, Graph** graph) {
+  const auto lock = called_with_context("cuStreamEndCapture");
+  const auto entry = world().captures.find(stream);
+  if (entry == world().captures.end() || entry->second->origin != stream) return kCaptureUnmatched;
+  const std::shared_ptr<Capture> capture = entry->second;
+  if (capture->mode != kRelaxed && capture->thread != std::this_thread::get_id()) return kCaptureWrongThread;
+  std::erase_if(world().captures, [&](const auto& other) { return other.second == capture; });
+  *graph = capture->invalid ? nullptr : new Graph(capture->graph);
+  return capture->invalid ? kCaptureInvalidated : kSuccess;
+}
+int cuGraphGetNodes(Graph* graph, void**, size_t* count) {
+  *count = graph->nodes.size();
+  return kSuccess;
+}
+int cuGraphInstantiateWithFlags(Graph** replay, Graph* graph, unsigned long long) {
+  *replay = new Graph(*graph);
+  return kSuccess;
+}
+int cuGraphLaunch(Graph* replay, void* stream) {
+  const auto lock = called_with_context("cuGraphLaunch");
+  world().note("replay", stream);
+  for (const uint64_t block : replay->blocks) {
+    if (!world().memory.has(block)) return kIllegalAddress;  // a device may notice, or not
+  }
+  for (const Work& node : replay->nodes) {
+    if (const Result result = enqueue(stream, node, {})) return result;
+  }
+  return state();
+}
+int cuGraphDestroy(Graph* graph) {
+  delete graph;
+  return kSuccess;
+}
+int cuGraphExecDestroy(Graph* replay) {
+  delete replay;
+  return kSuccess;
+}
+
+int cuModuleLoadData(Module** module, const void* image) {
+  const auto lock = called_with_context("cuModuleLoadData");
+  world().note("load");  // may wait for what the device does
+  if (const Result result = outside_of_captures()) return result;
+  *module = new Module{checked_image(image), current_device()};
+  return (*module)->image.empty() ? kInvalidImage : kSuccess;
+}
+int cuModuleGetFunction(Kernel** function, Module* module, const char* name) {
+  const auto lock = called_with_context("cuModuleGetFunction");
+  const Twin* const twin = twin_of(name);
+  if (twin == nullptr || module->image.find(name) == std::string::npos) return kNotFound;
+  *function = new Kernel{plain_name(name), twin, module->device};
+  return kSuccess;
+}
+int cuLaunchKernel(Kernel* kernel, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned,
+                   void* stream, void** arguments, void**) {
+  const auto lock = called_with_context("cuLaunchKernel");
+  return launch(*kernel, grid, block, stream, arguments);
+}
+}

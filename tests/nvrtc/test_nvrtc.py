@@ -1,0 +1,133 @@
+"""The kernels compiled by each NVRTC that PyTorch's wheels bring, for each generation of devices: no device is needed.
+
+SHARDOW_ALL=1 installs the NVRTCs that are missing into build/nvrtc; else these are skipped by name. `python
+tests/nvrtc/test_nvrtc.py` prints the table of docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "12.4": "nvidia-cuda-nvrtc-cu12==12.4.127",
+    "12.8": "nvidia-cuda-nvrtc-cu12==12.8.93",
+    "12.9": "nvidia-cuda-nvrtc-cu12==12.9.86",
+    "13.0": "nvidia-cuda-nvrtc==13.0.88",
+}
+LATEST = {"12.4": 90}  # generations that came later
+ARCHITECTURES = [75, 80, 90, 100, 120]
+KERNELS = [
+    "update_kernel<float, float>",
+    "update_kernel<float, BF16>",
+    "update_kernel<float, F16>",
+    "update_kernel<float, BF16, float>",
+    "update_kernel<BF16, BF16>",
+    "update_kernel<F16, F16>",
+    "update_kernel<double, double>",
+    "swap_kernel",
+    "exchange_kernel",
+    "cast_kernel<float, BF16>",
+    "cast_kernel<BF16, float>",
+]
+#: Bytes of a thread's stack: some assemblers keep two registers of the whole tile there.
+MOST_STACK = 8
+PAIRS = [(version, each) for version in PACKAGES for each in ARCHITECTURES if each <= LATEST.get(version, 999)]
+
+
+def library(version: str) -> Path | None:
+    """The NVRTC of that version: of this environment, or in build/nvrtc."""
+    folder = ROOT / "build/nvrtc" / PACKAGES[version].split("==")[1]
+    if os.environ.get("SHARDOW_ALL") and not folder.exists():
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, PACKAGES[version]]
+        subprocess.run([str(part) for part in pip], check=True)
+    return next((path for path in folder.glob("nvidia/*/lib/libnvrtc.so.1?")), None)
+
+
+@functools.cache
+def compiled(version: str, architecture: int) -> dict[str, Any]:
+    path = library(version)
+    if path is None:
+        pytest.skip(
+            f"no NVRTC {version}: pip install --target build/nvrtc/... {PACKAGES[version]} (SHARDOW_ALL=1 does)"
+        )
+    with tempfile.NamedTemporaryFile() as cubin:
+        command = [sys.executable, Path(__file__).with_name("nvrtc.py"), path, architecture, cubin.name, *KERNELS]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return {**json.loads(done.stdout), "cubin": Path(cubin.name).read_bytes()}
+
+
+def registers_and_stacks(made: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Returns (registers, bytes of stack) of each kernel."""
+    pattern = r"entry function '(\S+)' for.*?(\d+) bytes stack frame.*?Used (\d+) registers"
+    rows = {row[1]: (int(row[3]), int(row[2])) for row in re.finditer(pattern, made["log"], re.DOTALL)}
+    return {kernel: rows[name] for kernel, name in zip(KERNELS, made["names"], strict=True)}
+
+
+@pytest.mark.parametrize(("version", "architecture"), PAIRS)
+def test_kernels_compile_without_warning_and_keep_to_registers(version: str, architecture: int) -> None:
+    made = compiled(version, architecture)
+    assert "warning" not in made["log"], made["log"]
+    assert made["cubin"].startswith(b"\x7fELF")
+    stacks = {kernel: stack for kernel, (_, stack) in registers_and_stacks(made).items()}
+    assert {kernel: stack for kernel, stack in stacks.items() if stack > MOST_STACK} == {}
+
+
+def disassembled(made: dict[str, Any], architecture: int) -> dict[str, list[str]]:
+    """Returns each kernel's instructions, by nvdisasm of build/nvrtc or PATH."""
+    found = next((ROOT / "build/nvrtc/nvdisasm").glob("nvidia/*/bin/nvdisasm"), None)
+    if found is None:
+        pytest.skip("no nvdisasm: pip install --target build/nvrtc/nvdisasm nvidia-cuda-nvdisasm")
+    with tempfile.NamedTemporaryFile() as cubin:
+        Path(cubin.name).write_bytes(made["cubin"])
+        text = subprocess.run([found, "-c", cubin.name], capture_output=True, text=True, check=True).stdout
+    sections = re.split(r"^\.text\.(\S+):$", text, flags=re.MULTILINE)
+    bodies = dict(zip(sections[1::2], sections[2::2], strict=True))
+    pattern = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)", re.MULTILINE)
+    return {kernel: pattern.findall(bodies[name]) for kernel, name in zip(KERNELS, made["names"], strict=True)}
+
+
+@pytest.mark.parametrize(("version", "architecture"), PAIRS)
+def test_averages_move_in_16_bytes_and_nothing_is_contracted(version: str, architecture: int) -> None:
+    """The float32 update multiplies, adds and fuses as its source says: a fused operation for each of the lerps, and
+    none more where multiplication and addition stand apart, in kMulAdd's `e * decay` and kTwoProducts.
+    """
+    code = disassembled(compiled(version, architecture), architecture)
+    update = code["update_kernel<float, float>"]
+    assert any(name.startswith("LDG") and "128" in name for name in update)
+    assert any(name.startswith("STG") and "128" in name for name in update)
+    # Eight elements: kMulAdd's e * decay, kTwoProducts' two products, kDifference's w * (e - p).
+    assert sum(name.startswith("FMUL") for name in update) >= 32
+
+
+def table() -> str:
+    lines = ["| NVRTC | " + " | ".join(f"sm_{each}" for each in ARCHITECTURES) + " |"]
+    lines.append("|---" * (len(ARCHITECTURES) + 1) + "|")
+    for version in PACKAGES:
+        cells = []
+        for each in ARCHITECTURES:
+            if (version, each) not in PAIRS or library(version) is None:
+                cells.append("")
+                continue
+            made = compiled(version, each)
+            rows = registers_and_stacks(made)
+            registers, stack = rows["update_kernel<float, BF16>"]
+            worst = max(stack for _, stack in rows.values())
+            cells.append(f"{registers}, {stack} ({worst}); {len(made['cubin']) / 1024:.0f} KiB")
+        lines.append(f"| {version} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -25,7 +25,11 @@ help:  ## this list
 demo: build/.installed  ## train, average, swap, save, resume at another world size, report
 	$(BIN)/python -m examples.digits $(ARGS)
 
-build: build/.tests  ## set-up, and a build of all but the benchmarks
+build: build/.installed build/.test-packages  ## set-up, and a build of all but the benchmarks
+	@$(MAKE) --no-print-directory -j2 build/.test-setup test-programs  # pip works on one processor alone
+
+.PHONY: test-programs
+test-programs: build/.tests
 	@$(BIN)/cmake --build build/release
 
 test: build  ## every test; Python's, which wait more than they work, beside the others
@@ -43,9 +47,9 @@ test-cpp: build
 	$(BIN)/ctest --test-dir build/release --output-on-failure $(CTEST)
 	@tools/skipped build/release/Testing/Temporary/LastTest.log
 
-# By files, so that what a file's tests share is made once.
+# By files, so that what a file's tests share is made once. Ranks wait for each other: twice as many files as processors.
 test-python: build
-	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist loadfile
+	$(BIN)/python -m pytest -n $$((2 * $(JOBS))) --dist loadfile
 
 TORCH ?= 2.6.0
 
@@ -183,15 +187,18 @@ build/.installed: build/.venv pyproject.toml $(ENGINE)
 	  -Ccmake.define.SHARDOW_WERROR=$(WERROR)
 	@touch $@
 
-build/.test-setup: tools/packages-test.txt tools/requirements.txt tools/requirements-peers.txt build/.venv
-	@$(call step,4,what tests use of Debian and Python (about 2 minutes))
+build/.test-packages: tools/packages-test.txt build/.venv
 	@tools/install-packages $<
-	@$(PIP) -r tools/requirements.txt
+	@touch $@
+
+build/.test-setup: tools/requirements.txt tools/requirements-peers.txt build/.test-packages
+	@$(call step,4,what tests use of Debian and Python (about 1 minute))
+	@$(PIP) -r $<
 	@$(PIP) --no-deps --no-build-isolation -r tools/requirements-peers.txt
 	@$(BIN)/python -m compileall -qq -j $(JOBS) $(VENV)/lib/python3*/site-packages || true  # some are templates, not Python
 	@touch $@
 
-build/.tests: build/.installed build/.test-setup build/.optional
-	@$(call step,5,the test programs are compiled (about 2 minutes on 2 cores))
+build/.tests: build/.installed build/.test-packages build/.optional
+	@$(call step,5,the test programs are compiled (about 1 minute on 2 cores))
 	@$(BIN)/cmake -DSHARDOW_TESTS=ON -DSHARDOW_BENCHMARKS=ON build/release >/dev/null
 	@touch $@

@@ -207,7 +207,7 @@ def save_often(folder: str, saves: int) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2] if ALL else [1])
 def test_a_thousand_asynchronous_saves_hold_no_more_than_a_hundred(world: int, memory_folder: Path) -> None:
     saves = functools.partial(save_often, str(memory_folder), 1000)
     for first, last in [saves()] if world == 1 else ranks.run(world, saves, timeout=600.0):

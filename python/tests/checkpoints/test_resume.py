@@ -5,6 +5,7 @@ same bits.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import shardow
 
 KINDS = ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2"]
+
+
+#: One of each way to keep state: two moments, tensors as learning rates, none, sums.
+SOME_OPTIMIZERS = ("adamw", "adamw-tensor-lr", "sgd", "adagrad")
 
 
 def straight(kind: str, optimizer: str, out: Path, asynchronous: bool, freeze: str = "") -> None:
@@ -54,7 +59,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(kind: str, asynchronous: 
     assert not equal(tensors_of(out / "step-000000003"), tensors_of(out / "step-000000006"))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS if os.environ.get("SHARDOW_ALL") else SOME_OPTIMIZERS)
 def test_every_optimizer_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     ranks.run(2, straight, "fsdp2", optimizer, out, False)

@@ -183,7 +183,6 @@ build/.installed: build/.venv pyproject.toml $(ENGINE)
 	@$(PIP) --no-build-isolation --no-deps -e . -Cbuild-dir=build/release \
 	  "-Cbuild.targets=_core;_core_stub;shardow_command;shardow_pages" \
 	  -Ccmake.define.SHARDOW_TESTS=$(TESTS) -Ccmake.define.SHARDOW_SHARED=ON -Ccmake.define.SHARDOW_COMMAND=ON \
-	 $(subst ON,AUTO,$(TESTS)) \
 	  -Ccmake.define.SHARDOW_WERROR=$(WERROR)
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,20 @@ def test_the_tests_compile_nothing_of_the_extension_and_the_command_again(tmp_pa
     assert len(before) > 20
     configure(tmp_path, "-DSHARDOW_TESTS=ON", "-DSHARDOW_BENCHMARKS=ON")
     assert compiled(tmp_path) == before
+
+
+def test_pip_installs_this_project_and_what_files_list() -> None:
+    """A bare word among pip's arguments would be the name of a package of somebody's."""
+    told = subprocess.run(
+        ["make", "-n", "-B", "build/.installed", "build/.test-setup"], cwd=ROOT, capture_output=True, text=True
+    )
+    commands = re.findall(r"/pip install (.*)", told.stdout.replace("\\\n", " "))
+    assert len(commands) >= 4
+    for command in commands:
+        words = shlex.split(command)
+        named = [
+            word
+            for before, word in zip(["", *words], words, strict=False)
+            if word[0] != "-" and before not in ("-e", "-r")
+        ]
+        assert named == [], command

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core.h"
+#include "kernels/cuda.h"
 #include "shardow/tensor_view.h"
 #include "tensor/dtype.h"
 #include "torch_memory.h"
@@ -42,9 +43,9 @@ class ViewMaker {
     for (auto [torchs, name] : dtypes_) known_.emplace(torchs.ptr(), dtype_from_name(nb::cast<std::string>(name)));
   }
 
-  /// None where one of them is not plain contiguous memory that the engine reaches, under a name that is text.
-  std::optional<Views> of(const nb::list& names, const nb::list& flats, const nb::list& regions,
-                          bool reaches_cuda) const {
+  /// None where one of them is not plain contiguous memory that the engine reaches, under a name that is text. CUDA is
+  /// asked nothing before the first tensor on a device: its answer takes a second, and forked children can't use it.
+  std::optional<Views> of(const nb::list& names, const nb::list& flats, const nb::list& regions) const {
     std::map<int, void*> streams;
     Views made;
     made.all.reserve(names.size());
@@ -53,7 +54,7 @@ class ViewMaker {
       nb::dlpack::dltensor found;
       if (!memory_.describe(flat, found) || !in_order(found)) return std::nullopt;
       Device device;
-      if (found.device.device_type == nb::device::cuda::value && reaches_cuda) {
+      if (found.device.device_type == nb::device::cuda::value && kernels::cuda::available()) {
         const auto [at, is_new] = streams.try_emplace(found.device.device_id);
         if (is_new) at->second = reinterpret_cast<void*>(stream_of_(found.device.device_id));
         device = {Device::Kind::kCuda, found.device.device_id, at->second};
@@ -88,9 +89,8 @@ void bind_views(nb::module_& m) {
   nb::class_<ViewMaker>(m, "ViewMaker", "Makes views of tensors in plain torch memory.")
       .def(nb::init<nb::type_object, nb::type_object, nb::dict, std::function<uintptr_t(int)>>(), "tensor"_a,
            "parameter"_a, "dtypes"_a, "stream_of"_a)
-      .def("of", &ViewMaker::of, "names"_a, "flats"_a, "regions"_a, "reaches_cuda"_a,
-           nb::sig("def of(self, names: list[str], flats: Sequence[object], regions: list[Region], reaches_cuda: bool) "
-                   "-> Views | None"),
+      .def("of", &ViewMaker::of, "names"_a, "flats"_a, "regions"_a,
+           nb::sig("def of(self, names: list[str], flats: Sequence[object], regions: list[Region]) -> Views | None"),
            "None where one of them is something else, and each is to be looked at.");
 }
 

@@ -17,6 +17,7 @@ def stats(engine: _core.Average, overlap: bool, offloaded: bool) -> dict[str, fl
     return {
         **found,
         **({"offload/bytes": link} if offloaded else {}),
+        **({"kernels/compile_seconds": compiled} if (compiled := _core.cuda_compiler()[2]) else {}),
         **({"offload/hidden_seconds": hidden, "offload/waited_seconds": waited} if overlap or offloaded else {}),
         **{"decay" if len(decays) == 1 else f"decay/{k}": decay for k, decay in enumerate(decays)},
     }
@@ -25,9 +26,12 @@ def stats(engine: _core.Average, overlap: bool, offloaded: bool) -> dict[str, fl
 def text(engine: _core.Average, keys: Sequence[str], ranks: int) -> str:
     """Of repr()."""
     found = engine.stats()
+    compiler, device, seconds = _core.cuda_compiler()
+    kernels = f", kernels for {device} compiled by {compiler} in {seconds:.1f} s" if compiler else ""
     return (
         f"EMA(decay=[{', '.join(keys)}], {_state.options_in(engine.state())}, {found['parameters']} tensors, "
-        f"{found['elements']:,} elements on this rank of {ranks}, {found['bytes']:,} bytes, step {found['step']})"
+        f"{found['elements']:,} elements on this rank of {ranks}, {found['bytes']:,} bytes, "
+        f"step {found['step']}{kernels})"
     )
 
 

@@ -99,7 +99,6 @@ def start(
     process_group: dist.ProcessGroup | None,
     save: _core.Save,
     path: str,
-    pinned: bool,
     committed: Callable[[], None] | None,
 ) -> SaveHandle:
     """Copies what this rank will write, and writes it in the background; calls ``committed()`` then."""
@@ -107,7 +106,7 @@ def start(
     size = save.staging_bytes
     if slot.staging is None or slot.staging.numel() < size:
         slot.staging = None
-        slot.staging = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        slot.staging = torch.empty(size, dtype=torch.uint8)
     save.stage(slot.staging.data_ptr(), size)
     slot.handle = SaveHandle(save, path, committed)
     return slot.handle

@@ -49,7 +49,7 @@ _MAKER = _core.ViewMaker(
 
 def engine_views(names: list[str], flats: list[torch.Tensor], regions: list[_core.Region]) -> _core.Views | None:
     """engine_view() of many that lie in plain memory; None where one of them does not."""
-    return _MAKER.of(names, flats, regions, _core.cuda_available()) if device_of is _torchs else None
+    return _MAKER.of(names, flats, regions) if device_of is _torchs else None
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

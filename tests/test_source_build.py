@@ -84,9 +84,6 @@ def test_pip_installs_this_project_and_what_files_list() -> None:
     assert len(commands) >= 4
     for command in commands:
         words = shlex.split(command)
-        named = [
-            word
-            for before, word in zip(["", *words], words, strict=False)
-            if word[0] != "-" and before not in ("-e", "-r")
-        ]
+        pairs = zip(["", *words], words, strict=False)
+        named = [word for before, word in pairs if word[0] != "-" and before not in ("-e", "-r")]
         assert named == [], command

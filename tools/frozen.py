@@ -15,22 +15,34 @@ ADVICE = (
     "tools/frozen.py --write"
 )
 
-_COMPAT = "python/tests/compat/"
 SUITES = {
     "random programs": ["python/tests/programs/*.py"],
     "simulator": ["tests/simulate/*"],
     "crash": ["tests/crash/*"],
     "C++ and Python on one trajectory": ["tests/faces/*"],
     "conformance of compat": [
-        *(_COMPAT + name for name in ("surfaces.py", "walks.py", "test_moves.py", "test_on_host.py")),
-        *(_COMPAT + name for name in ("test_bagel.py", "bagel_models.py")),
-        *(_COMPAT + name for name in ("test_causal_forcing.py", "causal_forcing_models.py")),
-        *(_COMPAT + name for name in ("test_diffusers.py", "diffusers_models.py")),
-        *(_COMPAT + name for name in ("test_dist_ema.py", "dist_emas.py")),
-        *(_COMPAT + name for name in ("test_ema_pytorch.py", "ema_pytorch_states.py")),
-        *(_COMPAT + name for name in ("test_swa_utils.py", "swa_models.py")),
-        *(_COMPAT + name for name in ("test_timm.py", "timm_averages.py")),
-        _COMPAT + "test_torch_ema.py",
+        f"python/tests/compat/{name}.py"
+        for name in (
+            "surfaces",
+            "walks",
+            "test_moves",
+            "test_on_host",
+            "test_bagel",
+            "bagel_models",
+            "test_causal_forcing",
+            "causal_forcing_models",
+            "test_diffusers",
+            "diffusers_models",
+            "test_dist_ema",
+            "dist_emas",
+            "test_ema_pytorch",
+            "ema_pytorch_states",
+            "test_swa_utils",
+            "swa_models",
+            "test_timm",
+            "timm_averages",
+            "test_torch_ema",
+        )
     ],
     "tables of shardings": ["python/tests/averages/test_bit_identical.py", "python/tests/files/test_files.py"],
     "stopped swaps": ["python/tests/stopped_swaps.py", "python/tests/averages/test_swap_interrupts.py"],

@@ -443,7 +443,7 @@ class EMA:
 
         With overlap=True, or averages on the host of weights on a device, also, since the start: offload/hidden_seconds
         of averaging while nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied
-        from devices.
+        from devices. kernels/compile_seconds, where this process compiled kernels for CUDA devices.
         """
         return self._averages.stats()
 

@@ -242,7 +242,14 @@ void bind_average(nb::module_& m) {
            "Training samples seen at the next step, where each one since the last update had `batch` of them.")
       .def("restart", &Driver::restart, nb::call_guard<nb::gil_scoped_release>(),
            "reset(), at step 0, with nothing counted.");
-  m.def("cuda_available", &kernels::cuda::available, "True if this build has CUDA kernels and a device answers.");
+  m.def("cuda_available", &kernels::cuda::available, "True if a CUDA device answers.");
+  m.def(
+      "cuda_compiler",
+      [] {
+        const auto [compiler, device, seconds] = kernels::cuda::compile_report();
+        return std::tuple(compiler, device, seconds);
+      },
+      "(\"NVRTC 12.9\", the device's name, seconds): of the CUDA kernels compiled in this process; empty: none.");
   m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a,
         "Bytes from one average's memory to the next one's, on a CPU.");
 }

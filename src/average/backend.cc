@@ -94,10 +94,17 @@ class CudaBackend final : public Backend {
   void capture(const Step& step) override {
     memory_->update(step);
     if (runs_) runs_->update(step);
+    captured_ = true;
     captured_runs_ = runs_ != nullptr;
   }
 
   void prepare(const Step& step, bool by_runs) override {
+    if (!captured_) {
+      base::fail(Code::kInvalidArgument,
+                 "no graph has an update() of these weights on device {}, or they have moved since it was captured; "
+                 "capture update() anew",
+                 device_.index);
+    }
     if (by_runs) prepare_noise();
     const bool runs = by_runs && runs_;
     if (runs && !captured_runs_) {
@@ -121,7 +128,7 @@ class CudaBackend final : public Backend {
   std::vector<std::vector<TensorView>> averages_;
   std::vector<Chunk> chunks_, pieces_;  // as uploaded: a tally names a chunk by its index
   RunCutter cutter_;
-  bool captured_runs_ = false;
+  bool captured_ = false, captured_runs_ = false;
   std::unique_ptr<kernels::cuda::Table> memory_, runs_;
   NonFiniteCount read_;  // of one of them, where the other's could not be read
 };

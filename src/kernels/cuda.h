@@ -23,8 +23,8 @@ class Table {
  public:
   virtual ~Table() = default;
   /// One kernel launch for all chunks, and nothing else: the step is an argument of the kernel. Captured into a graph,
-  /// it replays with the step of the latest set_step() in place of this one; with no averages in that step, or before
-  /// the first set_step(), it does nothing.
+  /// it replays with the step of the latest set_step() in place of this one; with no averages in that step, before the
+  /// first set_step(), or when the table is gone, it does nothing.
   virtual void update(const Step& step) = 0;
   /// For graph replays: those launched on the stream after this use the step. Not to be captured itself:
   /// kInvalidArgument.

@@ -73,10 +73,9 @@ void* open_library(int index) {
   }
   fail(
       Code::kUnsupported,
-      "averages on a CUDA device need NVRTC 12.0 or later, CUDA's compiler, and none was found: neither libnvrtc.so.{} "
-      "nor an older one is in the process, on the loader's path or in /usr/local/cuda/lib64. PyTorch's CUDA wheels "
-      "bring "
-      "it; else install nvidia-cuda-nvrtc, or set SHARDOW_NVRTC to the library's path ({})",
+      "averages on a CUDA device are compiled where they run, and no NVRTC 12.0 or later, CUDA's compiler, was found: "
+      "neither libnvrtc.so.{} nor an older one is in the process, on the loader's path or in /usr/local/cuda/lib64. "
+      "PyTorch's CUDA wheels bring it; else install nvidia-cuda-nvrtc, or set SHARDOW_NVRTC to the library's path ({})",
       driver_version() / 1000, device_and_driver(index));
 }
 

@@ -100,6 +100,7 @@ class TableImpl final : public Table {
 
   ~TableImpl() override {
     const DeviceGuard guard(device_.index, std::nothrow);
+    if (captured_) outlive();
     resources_.reset();
   }
 
@@ -108,6 +109,7 @@ class TableImpl final : public Table {
     const DeviceGuard guard(device_.index);
     const bool captured = capturing(device_);
     const Replay* const replay = captured ? resources_->replay.get() : nullptr;
+    captured_ = captured_ || captured;
     launch(kernel_, (num_tiles_ + kWarps - 1) / kWarps, device_.stream, captured ? Work{} : work(), step, replay);
   }
 
@@ -173,6 +175,25 @@ class TableImpl final : public Table {
 
   Work work() const { return {resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()}; }
 
+  /// A graph may be replayed when the table is gone: then it reads zeros and does nothing. What it reads is never
+  /// freed. The zeros come after the replays before, unless the stream can't have them: it is gone, or captured at this
+  /// moment.
+  void outlive() noexcept {
+    int capture = 0;
+    Replay* const replay = resources_->replay.get();
+    if (device_.stream == nullptr || (driver().is_capturing.status(device_.stream, &capture) == 0 && capture == 0)) {
+      static_cast<void>(driver().set.status(replay, 0, sizeof(Replay), device_.stream));
+    } else {
+      try {
+        const Stream aside;
+        driver().set(replay, 0, sizeof(Replay), aside.get());
+        driver().synchronize(aside.get());
+      } catch (const Error&) {  // the device has failed: nothing is replayed any more
+      }
+    }
+    static_cast<void>(new Array<Replay>(std::move(resources_->replay)));
+  }
+
   /// Fills the device's memory on a private stream, so that nothing waits for what the device has to do for others.
   void fill(std::span<const Chunk> chunks, const std::vector<Tile>& tiles) {
     const Stream stream;
@@ -190,6 +211,7 @@ class TableImpl final : public Table {
   uint32_t num_tiles_;
   std::unique_ptr<Resources> resources_;
   size_t next_slot_ = 0;
+  bool captured_ = false;
 };
 
 /// Enough threads to fill any device; the kernels stride over the rest.

@@ -9,7 +9,9 @@
 
 #include "fake.h"
 #include "file/device.h"
+#include "graph_calls.h"
 #include "kernels/cuda.h"
+#include "kernels/cuda_driver.h"
 #include "shardow/average.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
@@ -154,6 +156,74 @@ TEST_F(CudaCalls, AReplayBetweenUpdatesDoesNothing) {
   }
   EXPECT_EQ(averages, (std::vector<int>{0, 0, 1, 0, 0, 1}));
   EXPECT_EQ(ema.stats().updates, 2);
+}
+
+/// A graph whose weights moved, or whose Average is gone, writes nothing and reads nothing that was freed.
+TEST_F(CudaCalls, AGraphOutlivesWhatItWasCapturedOf) {
+  using kernels::testing::graph_calls;
+  const kernels::cuda::DeviceGuard guard(0);
+  void* const on = fake::stream(0, 1);
+  std::vector<TensorView> bound = views(0, on);
+  auto ema = std::make_unique<Average>(bound, AverageOptions{.schedules = {Schedule::constant(0.5)}});
+  void *graph = nullptr, *replay = nullptr;
+  graph_calls().begin_capture(on, kernels::testing::kGlobal);
+  ema->update();
+  graph_calls().end_capture(on, &graph);
+  graph_calls().instantiate(&replay, graph, 0);
+
+  auto* const average = static_cast<const float*>(ema->views()[0].data);
+  std::fill_n(static_cast<float*>(bound[0].data), kRows, 2.0f);
+  ema->prepare_replay();
+  graph_calls().launch(replay, on);
+  EXPECT_EQ(average[0], 1.0f);
+
+  std::vector<TensorView> moved = views(0, on);
+  ema->bind(moved);
+  for (TensorView& view : bound) kernels::cuda::release(view.data, 0);
+  memory_.erase(memory_.begin(), memory_.begin() + 2);
+  graph_calls().launch(replay, on);
+  EXPECT_EQ(average[0], 1.0f);
+  try {
+    ema->prepare_replay();
+    FAIL() << "no graph reads these weights";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("capture update() anew"), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(ema->stats().step, 1);
+
+  graph_calls().begin_capture(on, kernels::testing::kGlobal);
+  ema->update();
+  void *anew = nullptr, *again = nullptr;
+  graph_calls().end_capture(on, &anew);
+  graph_calls().instantiate(&again, anew, 0);
+  std::fill_n(static_cast<float*>(moved[0].data), kRows, 3.0f);
+  ema->prepare_replay();
+  graph_calls().launch(again, on);
+  EXPECT_EQ(average[0], 2.0f);
+  ema.reset();
+  graph_calls().launch(again, on);
+  fake::synchronize();
+}
+
+TEST_F(CudaCalls, AnAverageThatGoesWhileItsStreamIsCapturedLosesNoCapture) {
+  using kernels::testing::graph_calls;
+  const kernels::cuda::DeviceGuard guard(0);
+  void* const on = fake::stream(0, 1);
+  auto ema = std::make_unique<Average>(views(0, on));
+  void *graph = nullptr, *first = nullptr, *second = nullptr;
+  graph_calls().begin_capture(on, kernels::testing::kGlobal);
+  ema->update();
+  graph_calls().end_capture(on, &graph);
+  graph_calls().instantiate(&first, graph, 0);
+  ema->prepare_replay();
+  graph_calls().begin_capture(on, kernels::testing::kGlobal);
+  ema->update();
+  ema.reset();
+  graph_calls().end_capture(on, &graph);
+  graph_calls().instantiate(&second, graph, 0);
+  graph_calls().launch(first, on);
+  graph_calls().launch(second, on);
 }
 
 TEST_F(CudaCalls, OnlyTheDevicesInUseGetContexts) {

@@ -86,12 +86,12 @@ def test_kernels_compile_without_warning_and_keep_to_registers(version: str, arc
 
 def disassembled(made: dict[str, Any], architecture: int) -> dict[str, list[str]]:
     """Returns each kernel's instructions, by nvdisasm of build/nvrtc or PATH."""
-    found = next((ROOT / "build/nvrtc/nvdisasm").glob("nvidia/*/bin/nvdisasm"), None)
-    if found is None:
+    nvdisasm = next((ROOT / "build/nvrtc/nvdisasm").glob("nvidia/*/bin/nvdisasm"), None)
+    if nvdisasm is None:
         pytest.skip("no nvdisasm: pip install --target build/nvrtc/nvdisasm nvidia-cuda-nvdisasm")
     with tempfile.NamedTemporaryFile() as cubin:
         Path(cubin.name).write_bytes(made["cubin"])
-        text = subprocess.run([found, "-c", cubin.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run([nvdisasm, "-c", cubin.name], capture_output=True, text=True, check=True).stdout
     sections = re.split(r"^\.text\.(\S+):$", text, flags=re.MULTILINE)
     bodies = dict(zip(sections[1::2], sections[2::2], strict=True))
     pattern = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)", re.MULTILINE)

@@ -320,14 +320,18 @@ class Averages:
             figures["offload/bytes"] = link
         if self.options.overlap or self.offloaded:
             figures |= {"offload/hidden_seconds": hidden, "offload/waited_seconds": waited}
+        if compiled := _core.cuda_compiler()[2]:
+            figures["kernels/compile_seconds"] = compiled
         decays = self.engine.decays
         return {**figures, **{"decay" if len(decays) == 1 else f"decay/{k}": decay for k, decay in enumerate(decays)}}
 
     def __repr__(self) -> str:
         figures, options = self.engine.stats(), _state.options_in(self.engine.state())
+        compiler, device, seconds = _core.cuda_compiler()
+        kernels = f", kernels for {device} compiled by {compiler} in {seconds:.1f} s" if compiler else ""
         return (
             f"EMA(decay=[{', '.join(self.keys)}], {options}, {figures['parameters']} tensors, {figures['elements']:,} "
-            f"elements on this rank of {self.team.size}, {figures['bytes']:,} bytes, step {figures['step']})"
+            f"elements on this rank of {self.team.size}, {figures['bytes']:,} bytes, step {figures['step']}{kernels})"
         )
 
     def distance(self, decay: object) -> float:

@@ -106,7 +106,6 @@ def start(
     process_group: dist.ProcessGroup | None,
     save: _core.Save,
     path: str,
-    pinned: bool,
     committed: Callable[[], None] | None,
 ) -> SaveHandle:
     """Copies what this rank will write, and writes it in the background; calls ``committed()`` then."""
@@ -114,7 +113,7 @@ def start(
     size = save.staging_bytes
     if slot.staging is None or slot.staging.numel() < size:
         slot.staging = None
-        slot.staging = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        slot.staging = torch.empty(size, dtype=torch.uint8)
     save.stage(slot.staging.data_ptr(), size)
     with Held():  # a thread that has begun is known to its slot
         slot.handle = SaveHandle(save, path, committed)

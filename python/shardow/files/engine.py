@@ -104,9 +104,8 @@ def write_in_background(
     group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
     if isinstance(group, StoreGroup):
         group.begin("async_save()", team.timeout)
-    on_cuda = any(part.flat.is_cuda for file in files for part in file.parts)
     save, _memory = _prepared(group, files, path, team, options)
-    return start(team.process_group, save, paths.to_write(path), on_cuda, committed if team.rank == 0 else None)
+    return start(team.process_group, save, paths.to_write(path), committed if team.rank == 0 else None)
 
 
 def _prepared(
@@ -207,8 +206,8 @@ def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:
 
 
 def _for_engine(parts: Iterable[Part]) -> list[Part]:
-    """The engine reaches the memory of the CPU, and of CUDA devices where it was built for them; of other devices it
-    gets a copy.
+    """The engine reaches the memory of the CPU, and of CUDA devices where one answers; of other devices it gets
+    a copy.
     """
     return [
         part if part.flat.is_cpu or (part.flat.is_cuda and _core.cuda_available()) else _on_host(part) for part in parts

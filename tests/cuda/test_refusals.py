@@ -1,0 +1,108 @@
+"""What users read where the driver, the device or NVRTC does not serve: each case is a fake of tests/cuda, in a process
+of its own, and an Average of weights that lie on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAKES = Path(__file__).parents[2] / "build/release/fake"
+PROGRAM = """
+import numpy
+import shardow
+from shardow import _core
+
+memory = numpy.ones((2, 5), numpy.float32)
+weight, average = (_core.TensorView("p", "F32", _core.Region.whole([5]), m.ctypes.data, "cuda", 0, 0) for m in memory)
+options = _core.AverageOptions(
+    schedules=[shardow.schedules.constant(0.5)], dtype="F32", rule=_core.Rule.lerp, rounding=_core.Rounding.nearest,
+    non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=0, num_threads=1,
+)
+try:
+    _core.Average([weight], [[average]], options).update()
+    print("averages, with", _core.cuda_compiler())
+except Exception as error:
+    print(type(error).__name__, _core.cuda_available(), error)
+"""
+
+
+def said(folder: Path, **variables: str) -> str:
+    """What the program prints with the libraries of that folder first on the loader's path."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), **variables}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"FAKE_CUDA_VERSION": "11080"}, "the NVIDIA driver is too old: update it to 525 or later"),
+        ({"FAKE_CUDA_INIT": "100"}, "no CUDA-capable device is detected (CUDA_ERROR_NO_DEVICE)"),
+        ({"FAKE_CUDA_DEVICES": "0"}, "none is installed, or CUDA_VISIBLE_DEVICES hides it"),
+    ],
+)
+def test_a_driver_that_does_not_serve(variables: dict[str, str], sentence: str) -> None:
+    text = said(FAKES, **variables)
+    assert text.startswith("UnsupportedError False no CUDA device answers: ")
+    assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"FAKE_NVRTC_MAJOR": "11"}, "this NVRTC is too old: 12.0 or later compiles the kernels (this one is 11.4)"),
+        ({"FAKE_NVRTC_MAJOR": "13"}, "the driver refuses what NVRTC 13.4 writes: update it, or use an NVRTC of its"),
+        ({"FAKE_CUDA_CAPABILITY": "70"}, "NVRTC 12.4 no longer compiles for this device: use an older one"),
+        ({"SHARDOW_NVRTC": "/nowhere/libnvrtc.so"}, "SHARDOW_NVRTC names no library that can be loaded: /nowhere"),
+    ],
+)
+def test_an_nvrtc_that_does_not_serve(variables: dict[str, str], sentence: str) -> None:
+    """The device answers: saves, loads and averages on the host need no kernels."""
+    text = said(FAKES, **variables)
+    assert text.startswith("UnsupportedError True ")
+    assert sentence in text
+
+
+def test_no_driver_and_no_nvrtc(tmp_path: Path) -> None:
+    assert "this machine has no NVIDIA driver (libcuda.so.1: cannot open" in said(tmp_path)
+    (tmp_path / "libcuda.so.1").symlink_to(FAKES / "libcuda.so.1")
+    text = said(tmp_path)
+    if text.startswith("averages"):
+        pytest.skip("the loader finds an NVRTC of this machine")
+    assert text.startswith("UnsupportedError True ")
+    assert "was found: neither libnvrtc.so.12 nor an older one" in text
+    assert "device 0 is Fake H100 of compute capability 9.0, its driver is of CUDA 12.4" in text
+
+
+def test_what_nvrtc_says_of_the_kernels_is_in_the_error() -> None:
+    text = said(FAKES, FAKE_NVRTC_STATUS="6")
+    assert text.startswith(
+        "InternalError True NVRTC 12.4 refuses the kernels: shardow.cu(1): error: as the test wished"
+    )
+
+
+@pytest.mark.parametrize("capability", ["90", "101"])
+def test_a_device_that_nvrtc_does_not_know_gets_ptx(capability: str) -> None:
+    assert said(FAKES, FAKE_CUDA_CAPABILITY=capability).startswith("averages, with ('NVRTC 12.4', 'Fake H100', ")
+
+
+def test_a_real_nvrtc_compiles_what_the_fake_driver_runs() -> None:
+    nvrtc = pytest.importorskip("nvidia.cuda_nvrtc", reason="no nvidia-cuda-nvrtc-cu12: tools/requirements.txt")
+    path = next(Path(next(iter(nvrtc.__path__)), "lib").glob("libnvrtc.so.1?"))
+    assert said(FAKES, SHARDOW_NVRTC=str(path)).startswith("averages, with ('NVRTC 12.")
+
+
+def test_cuda_is_asked_nothing_where_all_tensors_are_on_the_cpu(tmp_path: Path) -> None:
+    program = (
+        f"import torch, shardow; shardow.save({{'w': torch.ones(3)}}, {str(tmp_path / 'w.safetensors')!r});"
+        "assert 'libcuda' not in open('/proc/self/maps').read()"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(FAKES)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

@@ -15,35 +15,17 @@ ADVICE = (
     "tools/frozen.py --write"
 )
 
+COMPAT = [
+    "surfaces", "walks", "test_moves", "test_on_host", "test_bagel", "bagel_models", "test_causal_forcing",
+    "causal_forcing_models", "test_diffusers", "diffusers_models", "test_dist_ema", "dist_emas", "test_ema_pytorch",
+    "ema_pytorch_states", "test_swa_utils", "swa_models", "test_timm", "timm_averages", "test_torch_ema",
+]  # fmt: skip
 SUITES = {
     "random programs": ["python/tests/programs/*.py"],
     "simulator": ["tests/simulate/*"],
     "crash": ["tests/crash/*"],
     "C++ and Python on one trajectory": ["tests/faces/*"],
-    "conformance of compat": [
-        f"python/tests/compat/{name}.py"
-        for name in (
-            "surfaces",
-            "walks",
-            "test_moves",
-            "test_on_host",
-            "test_bagel",
-            "bagel_models",
-            "test_causal_forcing",
-            "causal_forcing_models",
-            "test_diffusers",
-            "diffusers_models",
-            "test_dist_ema",
-            "dist_emas",
-            "test_ema_pytorch",
-            "ema_pytorch_states",
-            "test_swa_utils",
-            "swa_models",
-            "test_timm",
-            "timm_averages",
-            "test_torch_ema",
-        )
-    ],
+    "conformance of compat": [f"python/tests/compat/{name}.py" for name in COMPAT],
     "tables of shardings": ["python/tests/averages/test_bit_identical.py", "python/tests/files/test_files.py"],
     "stopped swaps": ["python/tests/stopped_swaps.py", "python/tests/averages/test_swap_interrupts.py"],
 }

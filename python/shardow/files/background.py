@@ -103,10 +103,7 @@ def settle(process_group: dist.ProcessGroup | None) -> None:
 
 
 def start(
-    process_group: dist.ProcessGroup | None,
-    save: _core.Save,
-    path: str,
-    committed: Callable[[], None] | None,
+    process_group: dist.ProcessGroup | None, save: _core.Save, path: str, committed: Callable[[], None] | None
 ) -> SaveHandle:
     """Copies what this rank will write, and writes it in the background; calls ``committed()`` then."""
     slot = _slot(process_group)

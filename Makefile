@@ -47,9 +47,9 @@ test-cpp: build
 	$(BIN)/ctest --test-dir build/release --output-on-failure $(CTEST)
 	@tools/skipped build/release/Testing/Temporary/LastTest.log
 
-# By files, so that what a file's tests share is made once. Ranks wait for each other: twice as many files as processors.
+# By files, so that what a file's tests share is made once; in the order of the folders, the longest first.
 test-python: build
-	$(BIN)/python -m pytest -n $$((2 * $(JOBS))) --dist loadfile
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder
 
 TORCH ?= 2.6.0
 

@@ -1,6 +1,6 @@
 # The sources of the kernels for CUDA devices, as text in the engine, which has NVRTC compile them where they run: neither a build nor a wheel needs
 # anything of CUDA. The C and C++ libraries' headers are empty there; cuda_prelude.cuh has what is used of them.
-set(sources include/shardow/dtype.h)
+set(sources include/shardow/detail/dtype.h)
 foreach(name IN ITEMS arithmetic.h bits.h cuda_access.cuh cuda_move.cuh cuda_prelude.cuh cuda_update.cuh cuda_work.h exchange.h noise.h step.h)
   list(APPEND sources src/kernels/${name})
 endforeach()

@@ -128,11 +128,8 @@ def in_two_parts(script: str, train: Train, steps: int, out: Path, **options: ob
     found: dict[str, float] = ranks.run(2, partial(train, steps, out / "straight", **options))[0]
     ranks.run(2, partial(train, steps // 2, out / "parts", **options))
     halfway = exported(out / "parts")
-    finish(
-        start(
-            script, "--steps", steps, "--out", out / "parts", *(f"--{name}={value}" for name, value in options.items())
-        )
-    )
+    flags = (f"--{name}={value}" for name, value in options.items())
+    finish(start(script, "--steps", steps, "--out", out / "parts", *flags))
     assert equal(exported(out / "parts"), exported(out / "straight"))
     assert not equal(halfway, exported(out / "straight"))
     return found

@@ -47,16 +47,6 @@ SHOWN = {
         "checkpoint: durable, times DCP",
         "torch_checkpointing, asynchronous",
     ],
-    ("benchmarks.files", "--gib", "0.01", "--rounds", "1"): [
-        "save: shardow",
-        "save: raw",
-        "DCP, consolidated",
-        "gather, save_file",
-        "torch.save",
-        "load: shardow",
-        "HF reader",
-        "broadcast",
-    ],
 }
 
 

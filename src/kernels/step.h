@@ -4,7 +4,7 @@
 #include <array>
 #include <cstdint>
 
-#include "shardow/dtype.h"
+#include "shardow/detail/dtype.h"
 
 namespace shardow::kernels {
 

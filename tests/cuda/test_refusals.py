@@ -1,5 +1,6 @@
-"""Sentences that users read where the driver, the device or NVRTC does not serve. Each case is a fake of tests/cuda, in a
-new process, and an Average of weights that lie on the device.
+"""Sentences that users read where the driver, the device or NVRTC does not serve.
+
+Each case is a fake of tests/cuda, in a new process, and an Average of weights that lie on the device.
 """
 
 from __future__ import annotations

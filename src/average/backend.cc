@@ -40,8 +40,7 @@ class CudaBackend final : public Backend {
  public:
   CudaBackend(Device device, std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages)
       : device_(device),
-        parameters_(parameters.begin(), parameters.end()),
-        averages_(averages.begin(), averages.end()),
+        num_averages_(static_cast<int>(averages.size())),
         chunks_(make_chunks(parameters, averages)),
         cutter_(parameters),
         memory_(kernels::cuda::upload(chunks_, device)) {}
@@ -58,14 +57,7 @@ class CudaBackend final : public Backend {
     return {};
   }
 
-  void copy_parameters() override {
-    for (const std::vector<TensorView>& average : averages_) {
-      for (size_t i = 0; i < parameters_.size(); ++i) {
-        kernels::cuda::cast(parameters_[i].data, parameters_[i].dtype, average[i].data, average[i].dtype,
-                            parameters_[i].region.size(), parameters_[i].device);
-      }
-    }
-  }
+  void copy_parameters() override { memory_->copy(num_averages_); }
 
   NonFiniteCount read_count() override {
     read_.add(memory_->read_tally(), chunks_);
@@ -83,8 +75,6 @@ class CudaBackend final : public Backend {
     memory_->set_stream(stream);
     if (runs_) runs_->set_stream(stream);
     device_.stream = stream;
-    follow(parameters_, stream);
-    for (std::vector<TensorView>& average : averages_) follow(average, stream);
   }
 
   bool capturing() const override { return kernels::cuda::capturing(device_); }
@@ -119,13 +109,8 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  static void follow(std::vector<TensorView>& views, void* stream) {
-    for (TensorView& view : views) view.device.stream = stream;
-  }
-
   Device device_;
-  std::vector<TensorView> parameters_;
-  std::vector<std::vector<TensorView>> averages_;
+  int num_averages_;
   std::vector<Chunk> chunks_, pieces_;  // as uploaded: a tally names a chunk by its index
   RunCutter cutter_;
   bool captured_ = false, captured_runs_ = false;

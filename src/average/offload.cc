@@ -37,22 +37,25 @@ size_t whole_ring_bytes(std::span<const TensorView> parameters) {
   return bytes;
 }
 
-/// Where chunks go in slots of `slot_bytes`, and the copies that bring them there: of neighbours in the device's memory
-/// one together.
+/// Where chunks go in slots of `slot_bytes`, and the copies that bring them there: of neighbours in one allocation of
+/// the device's memory one together.
 class Offload::Layout {
  public:
-  Layout(std::span<const Chunk> chunks, size_t slot_bytes) {
+  Layout(std::span<const Chunk> chunks, size_t slot_bytes, int device) {
     size_t used = slot_bytes;  // of the block's slot; full, so that the first chunk begins a block
+    size_t rest = 0;           // of the allocation that the last copy is from
     for (size_t c = 0; c < chunks.size(); ++c) {
       const auto* const from = static_cast<const std::byte*>(chunks[c].parameter);
       const size_t bytes = bytes_of(chunks[c]);
       const bool aligned = used % static_cast<size_t>(byte_size(chunks[c].parameter_dtype, 1)) == 0;
-      const bool follows = c > 0 && aligned && from == copies.back().from + copies.back().bytes;
+      const bool follows = c > 0 && aligned && from == copies.back().from + copies.back().bytes && bytes <= rest;
       size_t at = follows ? used : round_up(used);
       const bool begins = at + bytes > slot_bytes;
       if (begins) at = 0;
       if (begins) blocks.push_back({c, c, copies.size(), copies.size()});
+      if (!follows) rest = kernels::cuda::rest_of_allocation(from, device);
       if (begins || !follows) copies.push_back({from, nullptr, 0});
+      rest -= std::min(rest, bytes);
       copies.back().bytes += bytes;
       offsets.push_back(at);
       copy_of.push_back(copies.size() - 1);
@@ -75,8 +78,8 @@ Offload::Offload(Device device, std::span<const TensorView> parameters,
     : device_(device), ring_(std::move(ring)) {
   const int64_t chunk_elements = chunk_elements_for(ring_->slot_bytes());
   std::vector<Chunk> chunks = make_chunks(parameters, averages, chunk_elements);
-  Layout layout(chunks, ring_->bytes());
-  if (layout.blocks.size() > 1) layout = Layout(chunks, ring_->slot_bytes());
+  Layout layout(chunks, ring_->bytes(), device.index);
+  if (layout.blocks.size() > 1) layout = Layout(chunks, ring_->slot_bytes(), device.index);
   for (size_t b = 0; b < layout.blocks.size(); ++b) {
     for (size_t c = layout.blocks[b].begin; c < layout.blocks[b].end; ++c) {
       std::byte* const to = ring_->slot(b) + layout.offsets[c];

@@ -26,6 +26,8 @@ class Table {
   /// it replays with the step of the latest set_step() in place of this one; with no averages in that step, before the
   /// first set_step(), or when the table is gone, it does nothing.
   virtual void update(const Step& step) = 0;
+  /// Every average <- its parameter, rounded to nearest even: one launch. Not to be captured: kInvalidArgument.
+  virtual void copy(int num_averages) = 0;
   /// For graph replays: those launched on the stream after this use the step. Not to be captured itself:
   /// kInvalidArgument.
   virtual void set_step(const Step& step) = 0;
@@ -53,6 +55,9 @@ void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t 
 
 void* allocate(size_t bytes, int index);  ///< 256-byte aligned
 void release(void* memory, int index) noexcept;
+
+/// Bytes from there to the end of the device's allocation that they are in, which a copy must not leave; 0: unknown.
+size_t rest_of_allocation(const void* memory, int index) noexcept;
 
 void* pin(
     size_t bytes,

@@ -102,6 +102,14 @@ void release(void* memory, int index) noexcept {
   static_cast<void>(driver().free.status(memory));
 }
 
+size_t rest_of_allocation(const void* memory, int index) noexcept {
+  const DeviceGuard guard(index, std::nothrow);
+  void* begin = nullptr;
+  size_t bytes = 0;
+  if (driver().address_range.status(&begin, &bytes, const_cast<void*>(memory)) != 0) return 0;
+  return bytes - static_cast<size_t>(static_cast<const std::byte*>(memory) - static_cast<std::byte*>(begin));
+}
+
 void* pin(size_t bytes, int index) {
   const DeviceGuard guard(index);
   void* memory = nullptr;

@@ -56,6 +56,7 @@ struct Driver {
   Call<void**> pop_context{library, "cuCtxPopCurrent_v2"};
 
   Call<void**, size_t> allocate{library, "cuMemAlloc_v2"};
+  Call<void**, size_t*, void*> address_range{library, "cuMemGetAddressRange_v2"};
   Call<void*> free{library, "cuMemFree_v2"};
   Call<void**, size_t, unsigned> allocate_pinned{library, "cuMemHostAlloc"};
   Call<void*> free_pinned{library, "cuMemFreeHost"};

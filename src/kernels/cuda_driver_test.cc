@@ -46,6 +46,7 @@ SAME(retain_primary_context, cuDevicePrimaryCtxRetain);
 SAME(push_context, cuCtxPushCurrent);
 SAME(pop_context, cuCtxPopCurrent);
 SAME(allocate, cuMemAlloc);
+SAME(address_range, cuMemGetAddressRange);
 SAME(free, cuMemFree);
 SAME(allocate_pinned, cuMemHostAlloc);
 SAME(free_pinned, cuMemFreeHost);

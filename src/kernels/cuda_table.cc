@@ -80,6 +80,11 @@ std::string arguments_for(std::span<const Chunk> chunks) {
   return arguments + ">";
 }
 
+std::vector<std::string> names_for(std::span<const Chunk> chunks) {
+  const std::string arguments = arguments_for(chunks);
+  return {"update_kernel" + arguments, "copy_kernel" + arguments};
+}
+
 template <class... Arguments>
 void launch(void* kernel, unsigned blocks, void* stream, const Arguments&... arguments) {
   void* addresses[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
@@ -89,7 +94,7 @@ void launch(void* kernel, unsigned blocks, void* stream, const Arguments&... arg
 class TableImpl final : public Table {
  public:
   TableImpl(std::span<const Chunk> chunks, Device device)
-      : device_(device), kernel_(load_kernels({"update_kernel" + arguments_for(chunks)}, device.index)[0]) {
+      : device_(device), kernels_(load_kernels(names_for(chunks), device.index)) {
     const std::vector<Tile> tiles =
         make_tiles(chunks, tile_elements(chunks, used_device(device.index).multiprocessors));
     if (tiles.size() > 0xffffffffu) throw Error(Code::kUnsupported, "more than 2^32 tiles in one table");
@@ -110,7 +115,16 @@ class TableImpl final : public Table {
     const bool captured = capturing(device_);
     const Replay* const replay = captured ? resources_->replay.get() : nullptr;
     captured_ = captured_ || captured;
-    launch(kernel_, (num_tiles_ + kWarps - 1) / kWarps, device_.stream, captured ? Work{} : work(), step, replay);
+    launch(kernels_[0], blocks(), device_.stream, captured ? Work{} : work(), step, replay);
+  }
+
+  void copy(int num_averages) override {
+    if (num_tiles_ == 0) return;
+    const DeviceGuard guard(device_.index);
+    if (capturing(device_))
+      throw Error(Code::kInvalidArgument,
+                  "averages begin with their weights outside of a capture: a replay would begin them again");
+    launch(kernels_[1], blocks(), device_.stream, work(), num_averages);
   }
 
   void set_step(const Step& step) override {
@@ -173,6 +187,7 @@ class TableImpl final : public Table {
     Event done;  // of what the host or another stream waits for
   };
 
+  unsigned blocks() const { return (num_tiles_ + kWarps - 1) / kWarps; }
   Work work() const { return {resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()}; }
 
   /// A graph may be replayed when the table is gone: then it reads zeros and does nothing. What it reads is never
@@ -207,7 +222,7 @@ class TableImpl final : public Table {
   }
 
   Device device_;
-  void* kernel_;
+  const std::vector<void*>& kernels_;  // of names_for()
   uint32_t num_tiles_;
   std::unique_ptr<Resources> resources_;
   size_t next_slot_ = 0;

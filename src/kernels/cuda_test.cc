@@ -275,6 +275,27 @@ TEST_F(Cuda, SwapEqualsReferenceAndIsUndone) {
   }
 }
 
+TEST_F(Cuda, CopyEqualsReferencesCast) {
+  Random random(10);
+  for (const Pair& pair : all_pairs()) {
+    std::vector<Problem> actual;
+    for (const int64_t count : {0, 1, 31, 256, 1000, 50001}) {
+      for (const size_t offset : {0, 3})
+        actual.emplace_back(pair.first, pair.second, 2, count, offset, offset, Values::kAnyBits, random);
+    }
+    std::vector<Problem> expected = actual;
+    for (Problem& problem : expected) {
+      for (Buffer& average : problem.averages)
+        reference::cast(problem.parameter.data(), pair.first, average.data(), pair.second, problem.chunk().count);
+    }
+    OnDevice on_device(actual);
+    cuda::upload(on_device.chunks, device_)->copy(2);
+    wait();
+    on_device.fetch();
+    for (size_t i = 0; i < actual.size(); ++i) ASSERT_TRUE(actual[i] == expected[i]) << pair << ", " << i;
+  }
+}
+
 TEST_F(Cuda, CastEqualsReference) {
   Random random(8);
   for (const Pair& pair : all_pairs()) {

@@ -112,13 +112,12 @@ inline constexpr DType dtype_of = std::is_same_v<T, float>  ? DType::kF32
                                   : std::is_same_v<T, F16>  ? DType::kF16
                                                             : DType::kF64;
 
-/// With the parameters' own type, one of P.
-template <class S, class... P>
-__device__ void update_any(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared<S>& prepared) {
-  static_cast<void>(((sizeof...(P) == 1 || chunk.parameter_dtype == dtype_of<P>
-                          ? (update_tile<P, S>(chunk, tile, step, lane, prepared), true)
-                          : false) ||
-                     ...));
+/// Calls visit.template operator()<type>() with the type of the chunk's parameter, one of P.
+template <class... P, class Visit>
+__device__ void with_parameter(const Chunk& chunk, const Visit& visit) {
+  static_cast<void>(
+      ((sizeof...(P) == 1 || chunk.parameter_dtype == dtype_of<P> ? (visit.template operator()<P>(), true) : false) ||
+       ...));
 }
 
 /// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of types that is computed in float;
@@ -148,12 +147,38 @@ __global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
   const Work table = replay != nullptr ? replay->work : work;
   if (index >= table.num_tiles) return;
   const Tile tile = table.tiles[index];
-  update_any<S, P...>(table.chunks[tile.chunk], tile, used, lane, prepared[warp]);
+  const Chunk& chunk = table.chunks[tile.chunk];
+  with_parameter<P...>(chunk, [&]<class Q>() { update_tile<Q, S>(chunk, tile, used, lane, prepared[warp]); });
   __syncwarp();
   if (lane == 0 && prepared[warp].non_finite > 0) {
     atomicAdd(&table.tally->non_finite, static_cast<unsigned long long>(prepared[warp].non_finite));
     atomicMax(&table.tally->last_chunk, 0xffffffffu - tile.chunk);
   }
+}
+
+/// Every average <- its parameter, rounded once.
+template <class S, class... P>
+__global__ void copy_kernel(const __grid_constant__ Work work, int num_averages) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const uint64_t index = uint64_t{blockIdx.x} * kWarps + threadIdx.x / kLanes;
+  if (index >= work.num_tiles) return;
+  const Tile tile = work.tiles[index];
+  const Chunk& chunk = work.chunks[tile.chunk];
+  with_parameter<P...>(chunk, [&]<class Q>() {
+    const Q* const parameter = static_cast<const Q*>(chunk.parameter) + tile.begin;
+    for (int k = 0; k < num_averages; ++k) {
+      S* const average = static_cast<S*>(chunk.averages.data()[k]) + tile.begin;
+      for (int begin = 0; begin < static_cast<int>(tile.count); begin += kGroup) {
+        const Access<S> access(aligned(parameter) && aligned(average), lane, static_cast<int>(tile.count) - begin);
+        Q p[kPerLane];
+        S e[kPerLane];
+        access.load(parameter + begin, p);
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j) e[j] = convert<S>(p[j]);
+        access.store(average + begin, e);
+      }
+    }
+  });
 }
 
 }  // namespace shardow::kernels::cuda

@@ -72,6 +72,15 @@ TEST_F(CudaCalls, AnUpdateIsOneLaunchOnTheStreamOfTheViewsAndNothingElse) {
   expect_all_on(calls, fake::stream(1, 1), 1);
 }
 
+TEST_F(CudaCalls, AllAveragesBeginInOneLaunch) {
+  Average ema(views(0, fake::stream(0, 1)), {.schedules = {Schedule::constant(0.9), Schedule::constant(0.99)}});
+  fake::clear();
+  ema.reset();
+  const auto calls = fake::calls();
+  EXPECT_EQ(std::count_if(calls.begin(), calls.end(), [](const Call& call) { return call.what == "launch"; }), 1);
+  EXPECT_TRUE(fake::calls_of("copy").size() <= 1) << "of the tally alone";
+}
+
 TEST_F(CudaCalls, AnotherStreamWaitsForTheLastOneOnTheDevice) {
   Average ema(views(0, fake::stream(0, 1)));
   ema.update();

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "emulation.h"
@@ -130,6 +131,10 @@ Result copy(void* to, const void* from, size_t bytes, void* stream) {
   all.note("copy", stream, to);
   if (const Result result = state()) return result;
   if (copy_fails()) return kInvalidValue;
+  for (const void* begin : {static_cast<const void*>(to), from}) {
+    const void* const last = static_cast<const std::byte*>(begin) + (bytes > 0 ? bytes - 1 : 0);
+    if (all.memory.block_of(begin) != all.memory.block_of(last)) return kInvalidValue;
+  }
   if (all.memory.pinned(to)) all.copied.to_host += static_cast<int64_t>(bytes);
   if (all.memory.pinned(from)) all.copied.to_device += static_cast<int64_t>(bytes);
   const size_t parts = bytes >= 64 ? 3 : 1;
@@ -296,6 +301,13 @@ int cuMemFree_v2(void* memory) {
 int cuMemFreeHost(void* memory) {
   auto lock = called_with_context("cuMemFreeHost");
   return release(lock, "unpin", memory);
+}
+int cuMemGetAddressRange_v2(const void** begin, size_t* bytes, const void* memory) {
+  const auto lock = called_with_context("cuMemGetAddressRange");
+  const auto range = world().memory.range_of(memory);
+  if (!range) return kNotFound;
+  std::tie(*begin, *bytes) = *range;
+  return kSuccess;
 }
 int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
   const auto lock = called_with_context("cuMemcpyAsync");

@@ -128,6 +128,13 @@ TEST_F(FakeDevice, RefusesCopiesAndFailsForGoodWhenTold) {
   EXPECT_EQ(copy(stream(1)), kIllegalAddress);
 }
 
+TEST_F(FakeDevice, ACopyStaysWithinOneAllocation) {
+  start(std::nullopt);
+  EXPECT_EQ(kernels::cuda::rest_of_allocation(number_, 0), 4u);
+  EXPECT_EQ(kernels::cuda::rest_of_allocation(this, 0), 0u) << "not the device's";
+  EXPECT_EQ(driver().copy.status(pinned_, number_, 5, stream(1)), kInvalidValue);
+}
+
 TEST_F(FakeDevice, RefusesStreamsAndEventsThatAreGoneOrOfAnotherDevice) {
   start(std::nullopt);
   void* stream = nullptr;

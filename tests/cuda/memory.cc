@@ -99,21 +99,26 @@ bool Memory::give(void* memory) {
   return true;
 }
 
-const Memory::Block* Memory::find(const void* memory) const {
-  auto entry = blocks_.upper_bound(memory);
-  if (entry == blocks_.begin()) return nullptr;
-  --entry;
-  return memory < static_cast<const std::byte*>(entry->first) + entry->second.bytes ? &entry->second : nullptr;
+std::map<const void*, Memory::Block>::const_iterator Memory::find(const void* memory) const {
+  const auto after = blocks_.upper_bound(memory);
+  if (after == blocks_.begin()) return blocks_.end();
+  const auto entry = std::prev(after);
+  return memory < static_cast<const std::byte*>(entry->first) + entry->second.bytes ? entry : blocks_.end();
 }
 
 bool Memory::pinned(const void* memory) const {
-  const Block* const block = find(memory);
-  return block != nullptr && block->pinned;
+  const auto entry = find(memory);
+  return entry != blocks_.end() && entry->second.pinned;
 }
 
 uint64_t Memory::block_of(const void* memory) const {
-  const Block* const block = find(memory);
-  return block != nullptr ? block->number : 0;
+  const auto entry = find(memory);
+  return entry != blocks_.end() ? entry->second.number : 0;
+}
+
+std::optional<std::pair<const void*, size_t>> Memory::range_of(const void* memory) const {
+  const auto entry = find(memory);
+  return entry != blocks_.end() ? std::optional(std::pair(entry->first, entry->second.bytes)) : std::nullopt;
 }
 
 bool Memory::has(uint64_t number) const {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <utility>
 
 namespace shardow::fake {
@@ -18,6 +19,7 @@ class Memory {
   bool pinned(const void* memory) const;
   uint64_t block_of(const void* memory) const;  ///< a number that no other block has had; 0: none
   bool has(uint64_t block) const;
+  std::optional<std::pair<const void*, size_t>> range_of(const void* memory) const;  ///< (begin, bytes) of its block
 
   /// With a guard: device memory is within reach while one of these lives, whose thread is the only one that works.
   class Open {
@@ -40,7 +42,7 @@ class Memory {
 
   void protect(bool open) const;
   void* take_from_arena(size_t bytes);
-  const Block* find(const void* memory) const;
+  std::map<const void*, Block>::const_iterator find(const void* memory) const;
 
   std::map<const void*, Block> blocks_;
   size_t allocated_ = 0;

@@ -46,7 +46,7 @@ TEST(Programs, Hold) {
   std::signal(SIGSEGV, SIG_DFL);
 }
 
-/// Of all calls of the runtime, whoever made them.
+/// The names of all calls of the driver, by any thread.
 std::vector<std::pair<std::string, int>> calls_of(uint64_t seed) {
   EXPECT_EQ(run(seed), "");
   std::vector<std::pair<std::string, int>> names;

@@ -1,5 +1,6 @@
-"""What users read where the driver, the device or NVRTC does not serve: each case is a fake of tests/cuda, in a process
-of its own, and an Average of weights that lie on the device.
+"""Sentences that users read where the driver, the device or NVRTC does not serve.
+
+Each case is a fake of tests/cuda, in a new process, and an Average of weights that lie on the device.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ except Exception as error:
 """
 
 
-def said(folder: Path, **variables: str) -> str:
-    """What the program prints with the libraries of that folder first on the loader's path."""
+def printed(folder: Path, **variables: str) -> str:
+    """Returns what the program prints with the libraries of that folder first on the loader's path."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), **variables}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -48,7 +49,7 @@ def said(folder: Path, **variables: str) -> str:
     ],
 )
 def test_a_driver_that_does_not_serve(variables: dict[str, str], sentence: str) -> None:
-    text = said(FAKES, **variables)
+    text = printed(FAKES, **variables)
     assert text.startswith("UnsupportedError False no CUDA device answers: ")
     assert sentence in text
 
@@ -64,15 +65,15 @@ def test_a_driver_that_does_not_serve(variables: dict[str, str], sentence: str) 
 )
 def test_an_nvrtc_that_does_not_serve(variables: dict[str, str], sentence: str) -> None:
     """The device answers: saves, loads and averages on the host need no kernels."""
-    text = said(FAKES, **variables)
+    text = printed(FAKES, **variables)
     assert text.startswith("UnsupportedError True ")
     assert sentence in text
 
 
 def test_no_driver_and_no_nvrtc(tmp_path: Path) -> None:
-    assert "this machine has no NVIDIA driver (libcuda.so.1: cannot open" in said(tmp_path)
+    assert "this machine has no NVIDIA driver (libcuda.so.1: cannot open" in printed(tmp_path)
     (tmp_path / "libcuda.so.1").symlink_to(FAKES / "libcuda.so.1")
-    text = said(tmp_path)
+    text = printed(tmp_path)
     if text.startswith("averages"):
         pytest.skip("the loader finds an NVRTC of this machine")
     assert text.startswith("UnsupportedError True ")
@@ -81,7 +82,7 @@ def test_no_driver_and_no_nvrtc(tmp_path: Path) -> None:
 
 
 def test_what_nvrtc_says_of_the_kernels_is_in_the_error() -> None:
-    text = said(FAKES, FAKE_NVRTC_STATUS="6")
+    text = printed(FAKES, FAKE_NVRTC_STATUS="6")
     assert text.startswith(
         "InternalError True NVRTC 12.4 refuses the kernels: shardow.cu(1): error: as the test wished"
     )
@@ -89,13 +90,13 @@ def test_what_nvrtc_says_of_the_kernels_is_in_the_error() -> None:
 
 @pytest.mark.parametrize("capability", ["90", "101"])
 def test_a_device_that_nvrtc_does_not_know_gets_ptx(capability: str) -> None:
-    assert said(FAKES, FAKE_CUDA_CAPABILITY=capability).startswith("averages, with ('NVRTC 12.4', 'Fake H100', ")
+    assert printed(FAKES, FAKE_CUDA_CAPABILITY=capability).startswith("averages, with ('NVRTC 12.4', 'Fake H100', ")
 
 
 def test_a_real_nvrtc_compiles_what_the_fake_driver_runs() -> None:
     nvrtc = pytest.importorskip("nvidia.cuda_nvrtc", reason="no nvidia-cuda-nvrtc-cu12: tools/requirements.txt")
     path = next(Path(next(iter(nvrtc.__path__)), "lib").glob("libnvrtc.so.1?"))
-    assert said(FAKES, SHARDOW_NVRTC=str(path)).startswith("averages, with ('NVRTC 12.")
+    assert printed(FAKES, SHARDOW_NVRTC=str(path)).startswith("averages, with ('NVRTC 12.")
 
 
 def test_cuda_is_asked_nothing_where_all_tensors_are_on_the_cpu(tmp_path: Path) -> None:

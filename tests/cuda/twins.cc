@@ -77,7 +77,10 @@ class Twins {
   }
   template <class S, class... P>
   void add_updates(Types<P...>, Types<>) {
-    if constexpr (sizeof...(P) > 0) twins_["update_kernel" + of_types<S, P...>()] = twin(&update_kernel<S, P...>);
+    if constexpr (sizeof...(P) > 0) {
+      twins_["update_kernel" + of_types<S, P...>()] = twin(&update_kernel<S, P...>);
+      twins_["copy_kernel" + of_types<S, P...>()] = twin(&copy_kernel<S, P...>);
+    }
   }
 
   template <class From, class... To>

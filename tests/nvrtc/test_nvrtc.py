@@ -35,6 +35,7 @@ KERNELS = [
     "update_kernel<BF16, BF16>",
     "update_kernel<F16, F16>",
     "update_kernel<double, double>",
+    "copy_kernel<float, BF16>",
     "swap_kernel",
     "exchange_kernel",
     "cast_kernel<float, BF16>",

@@ -32,6 +32,7 @@ class Array {
  public:
   explicit Array(Memory memory) : memory_(std::move(memory)) {}
   T* get() const { return reinterpret_cast<T*>(memory_.data()); }
+  void abandon() noexcept { memory_.abandon(); }
 
  private:
   Memory memory_;
@@ -39,7 +40,7 @@ class Array {
 
 /// Elements per tile: enough tiles to give every warp of the device one, but none so small that its preparation shows.
 uint32_t tile_elements(std::span<const Chunk> chunks, int multiprocessors) {
-  constexpr int64_t kLeast = 2 * kGroup, kMost = 16 * kGroup, kWarpsEach = 32;
+  constexpr int64_t kGroupSize = kGroup, kLeast = 2 * kGroupSize, kMost = 16 * kGroupSize, kWarpsEach = 32;
   int64_t total = 0;
   for (const Chunk& chunk : chunks) total += chunk.count;
   const int64_t share = total / (multiprocessors * kWarpsEach) / kLeast * kLeast;
@@ -206,7 +207,7 @@ class TableImpl final : public Table {
       } catch (const Error&) {  // the device has failed: nothing is replayed any more
       }
     }
-    static_cast<void>(new Array<Replay>(std::move(resources_->replay)));
+    resources_->replay.abandon();
   }
 
   /// Fills the device's memory on a private stream, so that nothing waits for what the device has to do for others.
@@ -231,7 +232,8 @@ class TableImpl final : public Table {
 
 /// Enough threads to fill any device; the kernels stride over the rest.
 unsigned blocks_for(int64_t count) {
-  return static_cast<unsigned>(std::clamp<int64_t>((count + kThreads * kPerLane - 1) / (kThreads * kPerLane), 1, 4096));
+  constexpr int64_t kEach = int64_t{kThreads} * kPerLane;
+  return static_cast<unsigned>(std::clamp<int64_t>((count + kEach - 1) / kEach, 1, 4096));
 }
 
 void* kernel(const std::string& name, const Device& device) {

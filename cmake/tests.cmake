@@ -71,6 +71,8 @@ function(add_fake_device_test name)
   target_link_libraries(${name}_test PRIVATE fake_driver shardow test_options fmt::fmt GTest::gtest Threads::Threads)
   add_dependencies(${name}_test fake_nvrtc)
   add_test(NAME ${name} COMMAND ${name}_test)
+  # AddressSanitizer's dlopen() does not look into the RUNPATH of who calls it.
+  set_tests_properties(${name} PROPERTIES ENVIRONMENT LD_LIBRARY_PATH=${CMAKE_CURRENT_BINARY_DIR}/fake)
 endfunction()
 add_fake_device_test(cuda_calls tests/cuda/calls_test.cc)
 add_fake_device_test(cuda_driver tests/cuda/driver_test.cc)

@@ -6,8 +6,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "emulation.h"
 #include "kernels/cuda_work.h"
@@ -188,6 +191,16 @@ std::string checked_image(const void* image) {
   }
   if (header.e_ident[EI_ABIVERSION] > 7 && number_from("FAKE_CUDA_VERSION", 12040) < 13000) return {};
   return {static_cast<const char*>(image), header.e_shoff + size_t{header.e_shnum} * header.e_shentsize};
+}
+
+std::mutex graphs_mutex;
+std::vector<std::unique_ptr<Graph>>& graphs() {
+  static auto& made = *new std::vector<std::unique_ptr<Graph>>;  // until they are destroyed, or the process ends
+  return made;
+}
+Graph* keep_graph(const Graph& graph) {
+  const auto lock = std::lock_guard(graphs_mutex);
+  return graphs().emplace_back(new Graph(graph)).get();
 }
 
 const char* name_of(int result) {
@@ -422,7 +435,7 @@ int cuStreamEndCapture(void* stream, Graph** graph) {
   const std::shared_ptr<Capture> capture = entry->second;
   if (capture->mode != kRelaxed && capture->thread != std::this_thread::get_id()) return kCaptureWrongThread;
   std::erase_if(world().captures, [&](const auto& other) { return other.second == capture; });
-  *graph = capture->invalid ? nullptr : new Graph(capture->graph);
+  *graph = capture->invalid ? nullptr : keep_graph(capture->graph);
   return capture->invalid ? kCaptureInvalidated : kSuccess;
 }
 int cuGraphGetNodes(Graph* graph, void**, size_t* count) {
@@ -430,7 +443,7 @@ int cuGraphGetNodes(Graph* graph, void**, size_t* count) {
   return kSuccess;
 }
 int cuGraphInstantiateWithFlags(Graph** replay, Graph* graph, unsigned long long) {
-  *replay = new Graph(*graph);
+  *replay = keep_graph(*graph);
   return kSuccess;
 }
 int cuGraphLaunch(Graph* replay, void* stream) {
@@ -445,19 +458,21 @@ int cuGraphLaunch(Graph* replay, void* stream) {
   return state();
 }
 int cuGraphDestroy(Graph* graph) {
-  delete graph;
+  const auto lock = std::lock_guard(graphs_mutex);
+  std::erase_if(graphs(), [&](const auto& kept) { return kept.get() == graph; });
   return kSuccess;
 }
 int cuGraphExecDestroy(Graph* replay) {
-  delete replay;
-  return kSuccess;
+  return cuGraphDestroy(replay);
 }
 
 int cuModuleLoadData(Module** module, const void* image) {
   const auto lock = called_with_context("cuModuleLoadData");
   world().note("load");  // may wait for what the device does
   if (const Result result = outside_of_captures()) return result;
-  *module = new Module{checked_image(image), current_device()};
+  static auto& loaded = *new std::vector<std::unique_ptr<Module>>;  // until the process ends: nothing unloads them
+  loaded.emplace_back(new Module{checked_image(image), current_device()});
+  *module = loaded.back().get();
   return (*module)->image.empty() ? kInvalidImage : kSuccess;
 }
 int cuModuleGetFunction(Kernel** function, Module* module, const char* name) {

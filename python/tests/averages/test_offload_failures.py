@@ -50,7 +50,7 @@ def test_an_update_that_stops_halfway_is_refused_to_readers_until_it_is_whole() 
         training = Training(device)
         training.step(1)
         training.emas[0].stats()
-        device.fake.fail_copy(4, -1)
+        device.fake.fail_copy(10, -1)
         training.step(2)
         weights = weights_of(training.models[0])
         for call in (

@@ -13,7 +13,7 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 
 #: Candidates and bars that each prints.
 SHOWN = {
-    ("benchmarks", "--quick", "--no-write"): [
+    ("benchmarks", "--quick", "--rounds", "1", "--no-write"): [
         "torch foreach lerp",
         "the sources",
         "AveragedModel",

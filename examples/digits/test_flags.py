@@ -132,7 +132,8 @@ def test_without_averages_everything_runs_to_the_end(tmp_path: Path) -> None:
 
     Both other switches are on.
     """
-    found = finishes(tmp_path, "--use_ema", "false", "--use_bf16", "true", "--use_activation_checkpointing", "true")
+    switches = ("--use_bf16", "true", "--use_activation_checkpointing", "true")
+    found = finishes(tmp_path, "--ranks", "1", "--use_ema", "false", *switches)
     train, resume = found["train"], found["resume"]
     assert resume["file_hashes"] == []
     assert len(train["hashes"]) == 1  # of the weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ def test_found_by_pkg_config(flags: Sequence[str], installed: Path, tmp_path: Pa
     works(program, tmp_path)
 
 
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@pytest.mark.parametrize("compiler", ["g++", "clang++"] if os.environ.get("SHARDOW_ALL") else ["g++"])
 def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, tmp_path: Path) -> None:
     found = shutil.which(compiler) or shutil.which(f"{compiler}-14")
     if found is None:

@@ -66,13 +66,13 @@ def build(kind: str, world: int, dtype: torch.dtype) -> nn.Module:
     """On every rank more than the smallest ring holds, in parts of awkward sizes."""
     torch.manual_seed(5)
     if kind == "tp+fsdp2":
-        model = nn.Sequential(nn.Linear(128, 136), nn.ReLU(), nn.Linear(136, 4), nn.ReLU(), nn.Linear(4, 4))
+        model = nn.Sequential(nn.Linear(128, 72), nn.ReLU(), nn.Linear(72, 4), nn.ReLU(), nn.Linear(4, 4))
     else:
         model = nn.Sequential(
-            nn.Linear(131, 127),
-            nn.LayerNorm(127),
+            nn.Linear(131, 67),
+            nn.LayerNorm(67),
             nn.ReLU(),
-            nn.Linear(127, 5),
+            nn.Linear(67, 5),
             nn.ReLU(),
             nn.Linear(5, 1),
             nn.Linear(1, 4),

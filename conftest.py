@@ -3,6 +3,7 @@
 Where names cannot be looked up that takes 5 s a time, longer than deadlines in tests; a second is enough to say so.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,3 +19,7 @@ def quick_folder() -> Iterator[Path]:
 
     with quick.folder() as one:
         yield one
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # Every collection of a test would look through what is imported by now, for a second.

@@ -17,6 +17,8 @@ import ranks
 import torch
 from safetensors.torch import load_file
 
+import shardow
+
 from . import averages, data
 from .options import QUICK, Options, boolean, parse
 from .test_digits import demo
@@ -108,12 +110,14 @@ def test_training_with_each_flag_each_way() -> None:
     assert {one["steps"] for one in found} == {3}
 
 
-def test_averages_on_another_kind_of_device_are_refused_before_training(tmp_path: Path) -> None:
-    done = demo("--quick", "--ranks", "1", "--ema_device", "cuda", "--out", str(tmp_path))
-    assert done.returncode == 1
-    assert "averages live with their weights" in " ".join(done.stderr.split())
-    assert "The judge" not in done.stdout
-    assert not (tmp_path / "checkpoint").exists()
+def refused() -> str:
+    with pytest.raises(shardow.errors.UnsupportedError) as raised:
+        Trainer(replace(SMALL, ema_device="cuda"), data.load(), seed=0)
+    return str(raised.value)
+
+
+def test_averages_on_another_kind_of_device_are_refused_before_training() -> None:
+    assert "averages live with their weights" in ranks.run(1, refused)[0]
 
 
 def finishes(out: Path, *flags: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardow.compat.dist_ema import DistEMA
 from shardow.integrations.deepspeed import ema
 
 State = dict[str, torch.Tensor]
-SOME = ["zero1", "bf16-optimizer", "zero3"]  # the others with SHARDOW_ALL=1
+SOME = ["bf16-optimizer", "zero3"]  # the others with SHARDOW_ALL=1
 EVERY = [*KINDS] if os.environ.get("SHARDOW_ALL") else SOME
 
 

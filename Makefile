@@ -17,7 +17,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 STEPS := $(if $(filter-out demo,$(or $(MAKECMDGOALS),all)),5,3)
 step = echo "Set-up $(1) of $(STEPS): $(2)"
 
-.PHONY: help demo build test test-all test-torch test-cpp test-python simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
+.PHONY: help demo build test test-all test-torch test-cpp test-python test-frameworks simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,12 +33,12 @@ test-programs: build/.tests
 	@$(BIN)/cmake --build build/release
 
 test: build  ## every test; Python's, which wait more than they work, beside the others
-	$(MAKE) -j2 test-python test-cpp
+	$(MAKE) -j3 test-frameworks test-python test-cpp
 
 test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
 	tools/gpu-rehearsal $(BIN)/python
 	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R cuda_programs
-	SHARDOW_ALL=1 $(MAKE) test-python
+	SHARDOW_ALL=1 $(MAKE) -j2 test-frameworks test-python
 
 # A test that stands still is an error and does not hold up the rest.
 CTEST := --parallel $(JOBS) --timeout 1500
@@ -49,7 +49,13 @@ test-cpp: build
 
 # By files, so that what a file's tests share is made once; in the order of the folders, the longest first.
 test-python: build
-	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --ignore=$(FRAMEWORKS)
+
+# In one process, since each that imports all frameworks takes 20 s for it.
+FRAMEWORKS := python/tests/integrations
+
+test-frameworks: build
+	$(BIN)/python -m pytest $(FRAMEWORKS)
 
 TORCH ?= 2.6.0
 

@@ -6,6 +6,7 @@ The verdict is the same, but for what docs/file_format.md names.
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 import subprocess
@@ -137,7 +138,7 @@ def mutated(rng: random.Random) -> tuple[bytes, int]:
 def test_mutated_headers_get_the_same_verdict() -> None:
     rng = random.Random(1)
     verdicts = {True: 0, False: 0}
-    for _ in range(60_000):
+    for _ in range(60_000 if os.environ.get("SHARDOW_ALL") else 20_000):
         header, data = mutated(rng) if rng.random() < 0.9 else good(rng)
         theirs = reference(header, data)
         verdicts[theirs] += 1

@@ -16,7 +16,7 @@ import torch
 
 import shardow
 
-STEPS = 30 if os.environ.get("SHARDOW_ALL") else 12
+STEPS = 30
 DECAY = 0.9
 LONG = 0.99999  # rounded stochastically under "auto"
 

@@ -26,8 +26,8 @@ CASES = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp2", 2)
 OF_ALL = [(kind, world, dtype) for kind, world in CASES for dtype in DTYPES]
 ALL = bool(os.environ.get("SHARDOW_ALL"))
 SOME = OF_ALL if ALL else [(*case, DTYPES[i % 4]) for i, case in enumerate(CASES)]
-# Without SHARDOW_ALL each sharding is tried with one of these two ways to keep averages.
-OVERLAPPED, OFFLOADED = (SOME, SOME) if ALL else (SOME[::2], SOME[1::2])
+# Without SHARDOW_ALL a sharding of one or two ranks is tried with one of these two ways to keep averages.
+OVERLAPPED, OFFLOADED = (SOME, SOME) if ALL else (SOME[:5:2], SOME[1:5:2])
 
 #: How averages are kept: what EMA is given for it. Offloaded ones by hand are not attached to the optimizer.
 HOW: dict[str, dict[str, Any]] = {

@@ -125,6 +125,8 @@ struct Average::Impl {
   Swap prepare_swap(std::span<const TensorView> weights, size_t k) const;
   void exchange_in();
   void exchange_out();
+  void exchange(size_t first, size_t end, kernels::Direction direction);
+  bool swap_together(size_t i, size_t other) const;
   void undo_swap_in() noexcept;
   average::RingSwap::Tensors through_ring() const;
 

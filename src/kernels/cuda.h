@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 
+#include "kernels/cuda_work.h"
 #include "kernels/kernels.h"
 
 namespace shardow::kernels::cuda {
@@ -37,6 +38,7 @@ class Table {
 };
 
 bool capturing(const Device& device);  ///< the stream is being captured into a graph
+void finish(const Device& device);     ///< the host waits for all that the stream has to do
 
 /// Averages of one dtype. Compiles and loads the kernels for the chunks' dtypes where the process has none yet, most of
 /// a second; kUnsupported where there is no NVRTC that does.
@@ -49,8 +51,9 @@ struct CompileReport {
 };
 CompileReport compile_report();
 
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
-          Direction direction, Device device);
+/// Exchanges parameters of one device with their averages there, `Pairs::kMost` at most, whose dtypes swap in place:
+/// one launch.
+void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, Direction direction);
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device);
 
 void* allocate(size_t bytes, int index);  ///< 256-byte aligned

@@ -38,11 +38,14 @@ class StreamLink final : public Link {
     static_cast<void>(driver().synchronize.status(stream()));
     resources_.reset();
   }
-  void follow(void* stream) override { join(this->stream(), stream); }
-  void join(void* stream, void* behind) override {
+  void follow(void* behind) override {
     const DeviceGuard guard(index_);
     resources_->followed.record(behind);
-    resources_->followed.wait_on(stream);
+    resources_->followed.wait_on(stream());
+  }
+  void join(void* stream, void* behind) override {
+    const DeviceGuard guard(index_);
+    resources_->followed.order(stream, behind);
   }
   void copy(void* to, const void* from, size_t bytes) override {
     const DeviceGuard guard(index_);
@@ -82,12 +85,9 @@ class StreamLink final : public Link {
 }  // namespace
 
 bool capturing(const Device& device) {
-  if (device.kind != Device::Kind::kCuda || device.stream == nullptr)
-    return false;  // the default stream can't be captured
+  if (device.kind != Device::Kind::kCuda) return false;
   const DeviceGuard guard(device.index);
-  int status = 0;
-  driver().is_capturing(device.stream, &status);
-  return status != 0;
+  return state_of(device.stream) == StreamState::kCaptured;
 }
 
 void* allocate(size_t bytes, int index) {
@@ -120,6 +120,11 @@ void* pin(size_t bytes, int index) {
 void unpin(void* memory, int index) noexcept {
   const DeviceGuard guard(index, std::nothrow);
   static_cast<void>(driver().free_pinned.status(memory));
+}
+
+void finish(const Device& device) {
+  const DeviceGuard guard(device.index);
+  driver().synchronize(device.stream);
 }
 
 std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device) {

@@ -54,6 +54,7 @@ struct Driver {
   Call<void**, int> retain_primary_context{library, "cuDevicePrimaryCtxRetain"};
   Call<void*> push_context{library, "cuCtxPushCurrent_v2"};
   Call<void**> pop_context{library, "cuCtxPopCurrent_v2"};
+  Call<> synchronize_context{library, "cuCtxSynchronize"};
 
   Call<void**, size_t> allocate{library, "cuMemAlloc_v2"};
   Call<void**, size_t*, void*> address_range{library, "cuMemGetAddressRange_v2"};
@@ -115,6 +116,9 @@ class DeviceGuard {
   int capture_mode_ = kCaptureRelaxed;
 };
 
+enum class StreamState { kReady, kCaptured, kGone };
+StreamState state_of(void* stream) noexcept;
+
 /// Does not wait for the default stream, nor that one for it. The current context's, as events are.
 class Stream {
  public:
@@ -139,6 +143,9 @@ class Event {
   void record(void* stream) { driver().record(event_, stream); }
   void wait() { driver().wait(event_); }
   void wait_on(void* stream) { driver().wait_for_event(stream, event_, 0); }
+  /// What `stream` is given from here on comes after what `behind` has to do by now. A capture can't wait for what is
+  /// outside of it. Of a stream that is gone nobody knows what it has to do: the host waits for all of the device's.
+  void order(void* stream, void* behind);
 
  private:
   void* event_ = nullptr;

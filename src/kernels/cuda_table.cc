@@ -20,8 +20,8 @@
 #include "kernels/cuda_kernels.h"
 #include "kernels/cuda_work.h"
 #include "kernels/memory.h"
-#include "kernels/row.h"
 #include "shardow/error.h"
+#include "tensor/dtype.h"
 
 namespace shardow::kernels::cuda {
 namespace {
@@ -230,14 +230,16 @@ class TableImpl final : public Table {
   bool captured_ = false;
 };
 
-/// Enough threads to fill any device; the kernels stride over the rest.
-unsigned blocks_for(int64_t count) {
-  constexpr int64_t kEach = int64_t{kThreads} * kPerLane;
-  return static_cast<unsigned>(std::clamp<int64_t>((count + kEach - 1) / kEach, 1, 4096));
+/// With enough threads for so many groups, or to fill any device; the kernels stride over the rest.
+template <class... Arguments>
+void launch_over(int64_t groups, const std::string& kernel, const Device& device, const Arguments&... arguments) {
+  if (groups == 0) return;
+  const auto blocks = static_cast<unsigned>(std::clamp<int64_t>((groups + kWarps - 1) / kWarps, 1, 4096));
+  launch(load_kernels({kernel}, device.index)[0], blocks, device.stream, arguments...);
 }
 
-void* kernel(const std::string& name, const Device& device) {
-  return load_kernels({name}, device.index)[0];
+int64_t groups_of(int64_t count) {
+  return (count + kGroup - 1) / kGroup;
 }
 
 }  // namespace
@@ -247,29 +249,29 @@ std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device) {
   return std::make_unique<TableImpl>(chunks, device);
 }
 
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
-          Direction direction, Device device) {
+void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, Direction direction) {
+  const Device& device = parameters[0].device;
   const DeviceGuard guard(device.index);
-  if (count == 0) return;
-  if (parameter_dtype == average_dtype) {
-    with_dtype(parameter_dtype, [&]<class P>() {
-      const int64_t words = count * static_cast<int64_t>(sizeof(P) / 2);
-      launch(kernel("swap_kernel", device), blocks_for(words), device.stream, parameter, average, words);
-    });
-  } else if (swaps_in_place(parameter_dtype, average_dtype)) {
-    launch(kernel("exchange_kernel", device), blocks_for(count), device.stream, parameter, average, count, direction);
+  Pairs pairs{{}, static_cast<int>(parameters.size()), direction};
+  int64_t groups = 0;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const bool exchange = parameters[i].dtype != averages[i].dtype;
+    const int64_t words = exchange ? 1 : byte_size(parameters[i].dtype, 1) / 2;
+    pairs.pairs[i] = {static_cast<uint16_t*>(parameters[i].data), averages[i].data, words * parameters[i].region.size(),
+                      exchange};
+    groups += groups_of(pairs.pairs[i].count);
   }
+  launch_over(groups, "swap_kernel", device, pairs);
 }
 
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device) {
-  const DeviceGuard guard(device.index);
   if (count == 0) return;
+  const DeviceGuard guard(device.index);
   if (from_dtype == to_dtype) {
-    with_dtype(from_dtype,
-               [&]<class T>() { driver().copy(to, from, static_cast<size_t>(count) * sizeof(T), device.stream); });
-  } else if (is_averaged_dtype(from_dtype) && is_averaged_dtype(to_dtype)) {
-    const std::string name = std::string("cast_kernel<") + type_of(from_dtype) + ", " + type_of(to_dtype) + ">";
-    launch(kernel(name, device), blocks_for(count), device.stream, from, to, count);
+    driver().copy(to, from, static_cast<size_t>(byte_size(from_dtype, count)), device.stream);
+  } else {
+    launch_over(groups_of(count), std::string("cast_kernel<") + type_of(from_dtype) + ", " + type_of(to_dtype) + ">",
+                device, from, to, count);
   }
 }
 

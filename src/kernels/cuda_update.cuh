@@ -140,18 +140,18 @@ template <class S, class... P>
 __global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
     update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Replay* replay) {
   __shared__ Prepared<S> prepared[kWarps];
-  const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
-  const uint64_t index = uint64_t{blockIdx.x} * kWarps + static_cast<uint64_t>(warp);
+  const Warp warp;
+  Prepared<S>& own = prepared[threadIdx.x / kLanes];
   const Step& used = replay != nullptr ? replay->step : step;
   if (used.num_averages == 0) return;
   const Work table = replay != nullptr ? replay->work : work;
-  if (index >= table.num_tiles) return;
-  const Tile tile = table.tiles[index];
+  if (warp.index >= table.num_tiles) return;
+  const Tile tile = table.tiles[warp.index];
   const Chunk& chunk = table.chunks[tile.chunk];
-  with_parameter<P...>(chunk, [&]<class Q>() { update_tile<Q, S>(chunk, tile, used, lane, prepared[warp]); });
+  with_parameter<P...>(chunk, [&]<class Q>() { update_tile<Q, S>(chunk, tile, used, warp.lane, own); });
   __syncwarp();
-  if (lane == 0 && prepared[warp].non_finite > 0) {
-    atomicAdd(&table.tally->non_finite, static_cast<unsigned long long>(prepared[warp].non_finite));
+  if (warp.lane == 0 && own.non_finite > 0) {
+    atomicAdd(&table.tally->non_finite, static_cast<unsigned long long>(own.non_finite));
     atomicMax(&table.tally->last_chunk, 0xffffffffu - tile.chunk);
   }
 }
@@ -159,23 +159,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
 /// Every average <- its parameter, rounded once.
 template <class S, class... P>
 __global__ void copy_kernel(const __grid_constant__ Work work, int num_averages) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const uint64_t index = uint64_t{blockIdx.x} * kWarps + threadIdx.x / kLanes;
-  if (index >= work.num_tiles) return;
-  const Tile tile = work.tiles[index];
+  const Warp warp;
+  if (warp.index >= work.num_tiles) return;
+  const Tile tile = work.tiles[warp.index];
   const Chunk& chunk = work.chunks[tile.chunk];
   with_parameter<P...>(chunk, [&]<class Q>() {
     const Q* const parameter = static_cast<const Q*>(chunk.parameter) + tile.begin;
     for (int k = 0; k < num_averages; ++k) {
       S* const average = static_cast<S*>(chunk.averages.data()[k]) + tile.begin;
       for (int begin = 0; begin < static_cast<int>(tile.count); begin += kGroup) {
-        const Access<S> access(aligned(parameter) && aligned(average), lane, static_cast<int>(tile.count) - begin);
-        Q p[kPerLane];
-        S e[kPerLane];
-        access.load(parameter + begin, p);
-#pragma unroll
-        for (int j = 0; j < kPerLane; ++j) e[j] = convert<S>(p[j]);
-        access.store(average + begin, e);
+        const Access<S> access(aligned(parameter) && aligned(average), warp.lane, static_cast<int>(tile.count) - begin);
+        convert_group(access, parameter + begin, average + begin);
       }
     }
   });

@@ -49,7 +49,7 @@ class FakeDevice : public ::testing::Test {
     number_ = static_cast<int*>(kernels::cuda::allocate(4, 0));
     pinned_ = static_cast<int*>(kernels::cuda::pin(4, 0));
     driver().set(number_, 0, 4, nullptr);
-    graph_calls().synchronize_context();
+    driver().synchronize_context();
     *pinned_ = -1;
   }
   static void* stream(int number) { return fake::stream(0, number); }
@@ -81,7 +81,7 @@ TEST_F(FakeDevice, ReordersStreamsThatDoNotWaitForEachOther) {
     start(static_cast<uint64_t>(seed));
     write(1, stream(1));
     write(2, stream(2));
-    graph_calls().synchronize_context();
+    driver().synchronize_context();
     ASSERT_EQ(copy(stream(1)), 0);
     driver().synchronize(stream(1));
     after += *pinned_ == 2 ? 1 : 0;
@@ -223,7 +223,7 @@ TEST_F(FakeCapture, IsLostInAnyModeByWhatConflictsWithIt) {
   for (const int mode : {kGlobal, kRelaxed}) {
     EXPECT_EQ(outcome(mode, false, [&] { return driver().synchronize.status(stream(1)); }),
               (std::pair<int, bool>{kUnsupported, true}));
-    EXPECT_EQ(outcome(mode, false, [&] { return graph_calls().synchronize_context.status(); }),
+    EXPECT_EQ(outcome(mode, false, [&] { return driver().synchronize_context.status(); }),
               (std::pair<int, bool>{kUnsupported, true}));
     const auto wait_for_captured = [&] {
       event.record(stream(1));

@@ -18,7 +18,6 @@ struct GraphCalls {
   cuda::Call<void*, void*> launch{library, "cuGraphLaunch"};
   cuda::Call<void*> destroy{library, "cuGraphDestroy"};
   cuda::Call<void*> destroy_replay{library, "cuGraphExecDestroy"};
-  cuda::Call<> synchronize_context{library, "cuCtxSynchronize"};
   cuda::Call<void*> query_stream{library, "cuStreamQuery"};
 };
 

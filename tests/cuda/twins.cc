@@ -51,7 +51,6 @@ class Twins {
     add_averages<F16>();
     add_averages<double>();
     twins_["swap_kernel"] = twin(&swap_kernel);
-    twins_["exchange_kernel"] = twin(&exchange_kernel);
   }
 
   const Twin* find(const std::string& name) const {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -106,7 +107,11 @@ class TableImpl final : public Table {
 
   ~TableImpl() override {
     const DeviceGuard guard(device_.index, std::nothrow);
-    if (captured_) outlive();
+    try {
+      finish();
+    } catch (const Error&) {  // the device has failed: nothing is done or replayed any more
+    }
+    if (captured_) resources_->replay.abandon();
     resources_.reset();
   }
 
@@ -156,13 +161,8 @@ class TableImpl final : public Table {
   void set_stream(void* stream) override {
     if (stream == device_.stream) return;
     const DeviceGuard guard(device_.index);
-    Device next = device_;
-    next.stream = stream;
-    if (!capturing(device_) && !capturing(next)) {
-      resources_->done.record(device_.stream);
-      resources_->done.wait_on(stream);
-    }
-    device_ = next;
+    resources_->done.order(stream, device_.stream);
+    device_.stream = stream;
   }
 
  private:
@@ -191,23 +191,14 @@ class TableImpl final : public Table {
   unsigned blocks() const { return (num_tiles_ + kWarps - 1) / kWarps; }
   Work work() const { return {resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()}; }
 
-  /// A graph may be replayed when the table is gone: then it reads zeros and does nothing. What it reads is never
-  /// freed. The zeros come after the replays before, unless the stream can't have them: it is gone, or captured at this
-  /// moment.
-  void outlive() noexcept {
-    int capture = 0;
-    Replay* const replay = resources_->replay.get();
-    if (device_.stream == nullptr || (driver().is_capturing.status(device_.stream, &capture) == 0 && capture == 0)) {
-      static_cast<void>(driver().set.status(replay, 0, sizeof(Replay), device_.stream));
-    } else {
-      try {
-        const Stream aside;
-        driver().set(replay, 0, sizeof(Replay), aside.get());
-        driver().synchronize(aside.get());
-      } catch (const Error&) {  // the device has failed: nothing is replayed any more
-      }
-    }
-    resources_->replay.abandon();
+  /// Waits for what the table has under way, so that its memory can be freed. A graph may be replayed when the table is
+  /// gone: then it reads zeros and does nothing. What it reads is never freed. The zeros come after the replays before,
+  /// unless the stream can't have them: it is gone, or captured at this moment.
+  void finish() {
+    std::optional<Stream> aside;
+    void* const stream = state_of(device_.stream) == StreamState::kReady ? device_.stream : aside.emplace().get();
+    if (captured_) driver().set(resources_->replay.get(), 0, sizeof(Replay), stream);
+    driver().synchronize(stream);
   }
 
   /// Fills the device's memory on a private stream, so that nothing waits for what the device has to do for others.

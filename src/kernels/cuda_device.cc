@@ -35,7 +35,6 @@ class StreamLink final : public Link {
   StreamLink(int index, size_t num_marks) : index_(index), resources_(std::make_unique<Resources>(num_marks)) {}
   ~StreamLink() override {
     const DeviceGuard guard(index_, std::nothrow);
-    static_cast<void>(driver().synchronize.status(stream()));
     resources_.reset();
   }
   void follow(void* behind) override {

@@ -119,11 +119,15 @@ class DeviceGuard {
 enum class StreamState { kReady, kCaptured, kGone };
 StreamState state_of(void* stream) noexcept;
 
-/// Does not wait for the default stream, nor that one for it. The current context's, as events are.
+/// Does not wait for the default stream, nor that one for it. The current context's, as events are. Ends when all that
+/// it has to do is done.
 class Stream {
  public:
   Stream() { driver().create_stream(&stream_, kNonBlocking); }
-  ~Stream() { static_cast<void>(driver().destroy_stream.status(stream_)); }
+  ~Stream() {
+    static_cast<void>(driver().synchronize.status(stream_));
+    static_cast<void>(driver().destroy_stream.status(stream_));
+  }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   void* get() const { return stream_; }

@@ -107,10 +107,7 @@ class TableImpl final : public Table {
 
   ~TableImpl() override {
     const DeviceGuard guard(device_.index, std::nothrow);
-    try {
-      finish();
-    } catch (const Error&) {  // the device has failed: nothing is done or replayed any more
-    }
+    finish();
     if (captured_) resources_->replay.abandon();
     resources_.reset();
   }
@@ -194,11 +191,14 @@ class TableImpl final : public Table {
   /// Waits for what the table has under way, so that its memory can be freed. A graph may be replayed when the table is
   /// gone: then it reads zeros and does nothing. What it reads is never freed. The zeros come after the replays before,
   /// unless the stream can't have them: it is gone, or captured at this moment.
-  void finish() {
-    std::optional<Stream> aside;
-    void* const stream = state_of(device_.stream) == StreamState::kReady ? device_.stream : aside.emplace().get();
-    if (captured_) driver().set(resources_->replay.get(), 0, sizeof(Replay), stream);
-    driver().synchronize(stream);
+  void finish() noexcept {
+    try {
+      std::optional<Stream> aside;
+      void* const stream = state_of(device_.stream) == StreamState::kReady ? device_.stream : aside.emplace().get();
+      if (captured_) static_cast<void>(driver().set.status(resources_->replay.get(), 0, sizeof(Replay), stream));
+      driver().synchronize(stream);
+    } catch (const Error&) {  // the device has failed: nothing is done or replayed any more
+    }
   }
 
   /// Fills the device's memory on a private stream, so that nothing waits for what the device has to do for others.

@@ -171,6 +171,7 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
     }
     options = std::move(merged);
   }
+  read_counts();  // a device's, of updates before: they are not the new counters'
   counters = state.counters;
   met.reset();
 }

@@ -47,6 +47,7 @@ void Driver::abandon_swap(Average& ema) noexcept {
 void Driver::restart(Average& ema) {
   const auto use = ema.impl_->use("restart()");
   ema.reset();
+  ema.impl_->read_counts();
   ema.impl_->counters = {};
   ema.impl_->met.reset();
 }

@@ -88,7 +88,7 @@ class CudaBackend final : public Backend {
     captured_runs_ = runs_ != nullptr;
   }
 
-  void prepare(const Step& step, bool by_runs) override {
+  NonFiniteCount prepare(const Step& step, bool by_runs) override {
     if (!captured_) {
       base::fail(Code::kInvalidArgument,
                  "no graph has an update() of these weights on device {}, or they have moved since it was captured; "
@@ -106,6 +106,7 @@ class CudaBackend final : public Backend {
     none.num_averages = 0;
     memory_->set_step(runs ? none : step);
     if (runs_) runs_->set_step(runs ? step : none);
+    return {};
   }
 
  private:

@@ -38,7 +38,7 @@ class Backend {
   virtual void capture(const kernels::Step& /*step*/) {
   }  ///< launches that a replay repeats, with the step of the last prepare()
   /// In place of update() where the launch is a graph's; a step without averages does nothing.
-  virtual void prepare(const kernels::Step& step, bool by_runs) { update(step, by_runs); }
+  virtual NonFiniteCount prepare(const kernels::Step& step, bool by_runs) { return update(step, by_runs); }
 };
 
 /// How many threads are worth their wake for so many elements; `num_threads` 0: what the process is allowed.

@@ -50,12 +50,14 @@ if(SHARDOW_COMMAND AND SHARDOW_SANITIZE MATCHES "address")
 endif()
 
 # CUDA's driver and its compiler without a device, under the names by which the engine opens NVIDIA's, from where Python's tests have them too.
-add_library(fake_driver SHARED tests/cuda/control.cc tests/cuda/driver.cc tests/cuda/emulation.cc tests/cuda/memory.cc tests/cuda/streams.cc
-            tests/cuda/twins.cc)
+# The kernels are a library of their own: what it has of a thread's own is their shared memory.
+add_library(fake_kernels SHARED tests/cuda/twins.cc)
+add_library(fake_driver SHARED tests/cuda/control.cc tests/cuda/driver.cc tests/cuda/emulation.cc tests/cuda/memory.cc tests/cuda/streams.cc)
+target_link_libraries(fake_driver PRIVATE fake_kernels)
 add_library(fake_nvrtc SHARED tests/cuda/nvrtc.cc)
 set_target_properties(fake_driver PROPERTIES OUTPUT_NAME cuda SOVERSION 1)
 set_target_properties(fake_nvrtc PROPERTIES OUTPUT_NAME nvrtc SOVERSION 12)
-foreach(library IN ITEMS fake_driver fake_nvrtc)
+foreach(library IN ITEMS fake_kernels fake_driver fake_nvrtc)
   set_target_properties(${library} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/fake)
   target_include_directories(${library} PUBLIC tests/cuda PRIVATE src include)
   target_compile_options(${library} PRIVATE -Wno-unknown-pragmas)
@@ -77,10 +79,9 @@ endfunction()
 add_fake_device_test(cuda_calls tests/cuda/calls_test.cc)
 add_fake_device_test(cuda_driver tests/cuda/driver_test.cc)
 add_fake_device_test(cuda_files tests/cuda/files_test.cc)
-add_fake_device_test(cuda_programs tests/cuda/programs_test.cc tests/cuda/program.cc tests/cuda/program_looks.cc tests/cuda/program_making.cc)
+add_fake_device_test(cuda_programs tests/cuda/programs_test.cc tests/cuda/program.cc tests/cuda/program_graphs.cc tests/cuda/program_looks.cc
+                     tests/cuda/program_making.cc)
 set_tests_properties(cuda_programs PROPERTIES TIMEOUT 3600)  # SHARDOW_ALL: ten thousand programs
-add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/offload_failures_test.cc tests/cuda/offload_places_test.cc
-                     tests/cuda/offload_streams_test.cc)
 find_path(CUDA_HEADERS cuda.h PATHS /usr/local/cuda/include) # NVIDIA's declarations, which the engine's are compared with
 if(CUDA_HEADERS)
   target_include_directories(kernels_test SYSTEM PRIVATE ${CUDA_HEADERS})

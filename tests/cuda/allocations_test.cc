@@ -39,8 +39,9 @@ bool capturing(const Device& /*device*/) {
 std::unique_ptr<Table> upload(std::span<const Chunk> /*chunks*/, Device /*device*/) {
   return nullptr;
 }
-void swap(void* /*parameter*/, DType /*parameter_dtype*/, void* /*average*/, DType /*average_dtype*/, int64_t /*count*/,
-          Direction /*direction*/, Device /*device*/) {}
+void finish(const Device& /*device*/) {}
+void swap(std::span<const TensorView> /*parameters*/, std::span<const TensorView> /*averages*/,
+          Direction /*direction*/) {}
 void cast(const void* /*from*/, DType /*from_dtype*/, void* /*to*/, DType /*to_dtype*/, int64_t /*count*/,
           Device /*device*/) {}
 void* allocate(size_t bytes, int /*index*/) {

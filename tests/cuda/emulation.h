@@ -15,7 +15,7 @@
 #define __host__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static thread_local
+#define __shared__ static thread_local  // poisoned at a block's begin (emulation.cc)
 
 #pragma GCC visibility push(default)
 

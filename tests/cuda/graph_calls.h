@@ -28,4 +28,16 @@ inline const GraphCalls& graph_calls() {
 
 enum CaptureMode { kGlobal, kThreadLocal, kRelaxed };
 
+/// A user's current device, for calls of the driver.
+class Current {
+ public:
+  explicit Current(int device) { cuda::driver().push_context(cuda::used_device(device).context); }
+  ~Current() {
+    void* context = nullptr;
+    static_cast<void>(cuda::driver().pop_context.status(&context));
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+};
+
 }  // namespace shardow::kernels::testing

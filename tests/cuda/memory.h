@@ -4,22 +4,26 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <optional>
-#include <utility>
 
 namespace shardow::fake {
 
-/// Device memory, and what lies where. Guarded by the lock of the streams, but open().
+struct Block {
+  std::byte* begin;
+  size_t bytes, counted;  ///< counted: by allocated()
+  bool pinned;
+  uint64_t number;  ///< that no other block has had
+};
+
+/// Blocks of a device lie in pages of their own, which are out of reach when they are freed. Memory begins poisoned and
+/// ends at the exact byte. Guarded by the lock of the streams, but Open.
 class Memory {
  public:
-  void start(bool guard);  ///< forgets what was given, but pinned memory
+  void start(bool guard);  ///< forgets all but pinned memory, of which the engine keeps some for later
   void* take(size_t bytes, bool pinned);
-  bool give(void* memory);  ///< false: was not taken
+  bool give(void* memory);  ///< false: it is no block. Aborts where something was written behind its end
   size_t allocated() const { return allocated_; }
-  bool pinned(const void* memory) const;
-  uint64_t block_of(const void* memory) const;  ///< a number that no other block has had; 0: none
-  bool has(uint64_t block) const;
-  std::optional<std::pair<const void*, size_t>> range_of(const void* memory) const;  ///< (begin, bytes) of its block
+  const Block* find(const void* memory) const;  ///< null: it lies in none
+  bool has(uint64_t number) const;
 
   /// With a guard: device memory is within reach while one of these lives, whose thread is the only one that works.
   class Open {
@@ -34,22 +38,12 @@ class Memory {
   };
 
  private:
-  struct Block {
-    size_t bytes, counted;
-    bool pinned, in_arena;
-    uint64_t number;
-  };
-
   void protect(bool open) const;
-  void* take_from_arena(size_t bytes);
-  std::map<const void*, Block>::const_iterator find(const void* memory) const;
 
   std::map<const void*, Block> blocks_;
-  size_t allocated_ = 0;
-  uint64_t last_block_ = 0;
+  size_t allocated_ = 0, used_ = 0;  // used_: of the arena; nothing lies behind
+  uint64_t last_number_ = 0;
   bool guard_ = false;
-  std::map<size_t, size_t> free_;  // of the arena: begin, bytes
-  size_t used_ = 0;                // of the arena: nothing lies behind
 };
 
 }  // namespace shardow::fake

@@ -1,5 +1,6 @@
 // What a random program is drawn from: options, weights and where they lie.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "fake.h"
@@ -22,55 +23,69 @@ int64_t one_of(const int64_t (&choices)[kSize], std::mt19937_64& random) {
 
 }  // namespace
 
-void Program::choose_decays() {
+void Program::choose() {
+  num_devices_ = 1 + static_cast<int>(random_() % 2);
+  first_device_ = num_devices_ == 1 ? static_cast<int>(random_() % 2) : 0;
+  faulty_ = missing_ == Missing::kNothing && may_fail_ && one_in(3);
   options_.schedules.clear();
   for (uint64_t k = 1 + random_() % 3; k > 0; --k) {
     const Schedule choices[] = {Schedule::constant(0.9), Schedule::constant(0.99999), Schedule::constant(0.3),
                                 Schedule::tf_warmup(0.999)};
     options_.schedules.push_back(choices[random_() % std::size(choices)]);
   }
+  options_.dtype = one_in(2) ? DType::kF32 : kDTypes[random_() % 4];
+  options_.rule = is_narrow(options_.dtype) || one_in(2) ? Rule::kLerp : static_cast<Rule>(random_() % 6);
+  if (is_narrow(options_.dtype) || (options_.dtype == DType::kF32 && options_.rule == Rule::kLerp && one_in(3)))
+    options_.rounding = Rounding::kStochastic;
+  options_.non_finite = one_in(4) ? NonFinite::kPropagate : NonFinite::kHold;
+  options_.update_every = one_in(4) ? 2 : 1;
+  options_.start_step = one_in(4) ? 2 : 0;
+  options_.seed = random_();
+  options_.num_threads = one_in(8) ? 2 : 1;
+  options_.ring_bytes = one_of({4096, 8192, 20000, 1 << 20}, random_);
+  choose_weights();
+  const bool together = std::count(places_.begin(), places_.end(), places_[0]) == std::ssize(places_);
+  if (!faulty_ && together && one_in(8)) options_.non_finite = NonFinite::kRaise;
+  const bool beside = has(Place::kBeside);
+  options_.overlap = !beside && missing_ == Missing::kNothing && one_in(6);
 }
 
-void Program::choose() {
-  offloaded_ = missing_ != Missing::kNothing || random_() % 3 != 0;
-  num_devices_ = 1 + static_cast<int>(random_() % 2);
-  faulty_ = missing_ == Missing::kNothing && may_fail_ && random_() % 3 == 0;
-  choose_decays();
-  options_.dtype = random_() % 2 == 0 ? DType::kF32 : kDTypes[random_() % 4];
-  options_.rule = is_narrow(options_.dtype) ? Rule::kLerp : static_cast<Rule>(random_() % 6);
-  if (is_narrow(options_.dtype) ||
-      (options_.dtype == DType::kF32 && options_.rule == Rule::kLerp && random_() % 3 == 0))
-    options_.rounding = Rounding::kStochastic;
-  options_.non_finite = random_() % 4 == 0 ? NonFinite::kPropagate : NonFinite::kHold;
-  options_.update_every = random_() % 4 == 0 ? 2 : 1;
-  options_.start_step = random_() % 4 == 0 ? 2 : 0;
-  options_.seed = random_();
-  options_.num_threads = random_() % 8 == 0 ? 2 : 1;
-  options_.ring_bytes = one_of({4096, 8192, 20000, 1 << 20}, random_);
-  const bool mixed = random_() % 3 == 0;
+void Program::choose_weights() {
+  const uint64_t kind = missing_ != Missing::kNothing ? 2 : random_() % 6;  // beside, offloaded, or mixed
+  const bool mixed = one_in(3);
   const DType dtype = kDTypes[random_() % 4];
   for (uint64_t i = 0, count = 1 + random_() % 5; i < count; ++i) {
     const int64_t rows = one_of({0, 1, 3, 7, 50, 200}, random_), columns = one_of({1, 5, 11, 16}, random_);
     Region region = Region::whole({rows, columns});
-    if (rows > 2 && columns > 4 && random_() % 3 == 0) region = Region::grid({rows, columns}, {{{0, rows}}, {{2, 5}}});
-    if (rows > 2 && random_() % 4 == 0) region = Region::whole({rows, columns}).window(1, rows * columns - 1);
-    here_.push_back({"p" + std::to_string(i), mixed ? kDTypes[random_() % 4] : dtype, region, nullptr, {}});
+    if (rows > 2 && columns > 4 && one_in(3)) region = Region::grid({rows, columns}, {{{0, rows}}, {{2, 5}}});
+    if (rows > 2 && one_in(4)) region = Region::whole({rows, columns}).window(1, rows * columns - 1);
+    if (rows == 1) region = Region::grid({6, 9, 5}, {{{1, 2}, {4, 6}}, {{0, 3}, {5, 9}}, {{1, 4}}});
+    if (rows == 1 && columns == 1)
+      region = one_in(8) ? Region::whole({100, 1501}).window(7, 149000) : Region::whole({});
+    specs_.push_back({"p" + std::to_string(i), mixed ? kDTypes[random_() % 4] : dtype, region, nullptr, {}});
+    places_.push_back(kind < 2 ? Place::kBeside : kind < 4 ? Place::kOffloaded : static_cast<Place>(random_() % 3));
   }
 }
 
 void* Program::device_memory(size_t bytes, int device) {
-  call([&] { allocated_.emplace_back(kernels::cuda::allocate(bytes + 1, device), device); });
-  return allocated_.back().first;
+  void* memory = nullptr;
+  call([&] { memory = kernels::cuda::allocate(bytes + 1, device); });
+  allocated_[memory] = device;
+  return memory;
+}
+
+void* Program::host_memory(size_t bytes) {
+  return host_.emplace_back(std::make_unique<Bytes>(bytes + 1))->data();
 }
 
 /// Values of a weight: most in (-1, 1), now and then one that is not finite.
 Program::Bytes Program::draw(const TensorView& view) {
   Bytes bytes(size_of(view));
   const auto width = static_cast<size_t>(byte_size(view.dtype, 1));
-  const bool wild = random_() % 16 == 0;
+  const bool wild = one_in(16);
   for (size_t at = 0; at < bytes.size(); at += width) {
     double wide = static_cast<double>(random_() % 2000001) * 1e-6 - 1.0;
-    if (wild && random_() % 64 == 0) wide = random_() % 2 == 0 ? HUGE_VAL : std::nan("");
+    if (wild && one_in(64)) wide = one_in(2) ? HUGE_VAL : std::nan("");
     const auto value = static_cast<float>(wide);
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -84,28 +99,38 @@ Program::Bytes Program::draw(const TensorView& view) {
   return bytes;
 }
 
-void Program::make() {
-  there_ = here_;
-  for (size_t i = 0; i < here_.size(); ++i) {
-    here_[i].data = host_.emplace_back(std::make_unique<Bytes>(size_of(here_[i]) + 1))->data();
-    const int device = static_cast<int>(i) % num_devices_;
-    there_[i].data = device_memory(size_of(there_[i]), device);
-    there_[i].device = {Device::Kind::kCuda, device, stream_of(device, 1)};
+/// In every weight's place, of their own dtypes or of that one.
+Program::Weights Program::memory_for(DType dtype) {
+  Weights weights{specs_, specs_};
+  for (size_t i = 0; i < specs_.size(); ++i) {
+    TensorView &tested = weights.tested[i], &oracle = weights.oracle[i];
+    if (dtype != DType::kBool) tested.dtype = oracle.dtype = dtype;
+    const int device = first_device_ + static_cast<int>(i) % num_devices_;
+    oracle.data = host_memory(size_of(oracle));
+    if (places_[i] != Place::kOnHost) tested.device = {Device::Kind::kCuda, device, fake::stream(device, 1)};
+    tested.data = on_device(tested) ? device_memory(size_of(tested), device) : host_memory(size_of(tested));
   }
-  write_weights();
-  std::vector<std::vector<TensorView>> averages(options_.schedules.size());
-  for (auto& of_one : averages) {
-    for (const TensorView& weight : there_) {
-      TensorView& average = of_one.emplace_back(weight);
-      average.dtype = options_.dtype;
-      if (offloaded_) average.device = {};
-      average.data = offloaded_ ? host_.emplace_back(std::make_unique<Bytes>(size_of(average) + 1))->data()
-                                : device_memory(size_of(average), weight.device.index);
+  return weights;
+}
+
+void Program::make() {
+  weights_ = memory_for(DType::kBool);
+  others_ = memory_for(kDTypes[random_() % 4]);
+  write(weights_);
+  averages_.assign(options_.schedules.size(), weights_.tested);
+  for (auto& views : averages_) {
+    for (size_t i = 0; i < views.size(); ++i) {
+      TensorView& view = views[i];
+      view.dtype = options_.dtype;
+      if (places_[i] != Place::kBeside) view.device = {};
+      view.data = on_device(view) ? device_memory(size_of(view), view.device.index) : host_memory(size_of(view));
     }
   }
   arm();
-  call([&] { tested_ = std::make_unique<Average>(there_, averages, options_); });
-  oracle_ = std::make_unique<Average>(here_, options_);
+  call([&] { tested_ = std::make_unique<Average>(weights_.tested, averages_, options_); });
+  AverageOptions plain = options_;
+  plain.overlap = false;
+  oracle_ = std::make_unique<Average>(weights_.oracle, plain);
   before_ = averages_of_oracle();
 }
 

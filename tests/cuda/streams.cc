@@ -215,6 +215,15 @@ size_t Streams::pending() const {
   return number;
 }
 
+bool Streams::uses(uint64_t block) const {
+  return std::any_of(streams_.begin(), streams_.end(), [&](const Stream& stream) {
+    return std::any_of(stream.queue.begin(), stream.queue.end(), [&](const Operation& operation) {
+      const auto& blocks = operation.work.blocks;
+      return block != 0 && std::find(blocks.begin(), blocks.end(), block) != blocks.end();
+    });
+  });
+}
+
 /// A stream's thread. Operations are carried out with nothing locked, so that the sanitizer sees what meets.
 void Streams::work(Stream& stream) {
   std::unique_lock lock(mutex_);

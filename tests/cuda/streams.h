@@ -26,6 +26,7 @@ using MarkPtr = std::shared_ptr<Mark>;
 struct Work {
   size_t parts = 1;
   std::function<void(size_t part, Random* random)> part;  ///< empty: it only waits
+  std::vector<uint64_t> blocks = {};                      ///< of memory that it was given
 };
 
 /// All of it is guarded by mutex().
@@ -54,8 +55,8 @@ class Streams {
   void everything();
 
   size_t pending() const;
-  bool drawn() const { return random_.has_value(); }
-  int until_broken = -1;  ///< operations; 0: it is
+  bool uses(uint64_t block) const;  ///< something under way was given it
+  int until_broken = -1;            ///< operations; 0: it is
 
   std::mutex& mutex() { return mutex_; }
 

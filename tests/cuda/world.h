@@ -1,6 +1,7 @@
 // State and errors of the fake driver.
 #pragma once
 
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -37,11 +38,8 @@ enum Result {
   kCaptureWrongThread = 908,
 };
 
-/// The work of a graph, one after the other, and the blocks of memory that it was given.
-struct Graph {
-  std::vector<Work> nodes;
-  std::set<uint64_t> blocks;
-};
+/// The work of a graph, one after the other.
+using Graph = std::vector<Work>;
 
 enum CaptureMode { kGlobal, kThreadLocal, kRelaxed };
 
@@ -70,17 +68,25 @@ struct Kernel {
   int device;
 };
 
-/// All of it is guarded by streams.mutex().
-struct World {
-  Options options;
-  std::vector<Call> log;
-  std::set<int> contexts;
-  std::map<std::pair<int, int>, void*> users_streams;
+/// What reset() begins anew.
+struct Session {
+  Options options = {};
+  std::vector<Call> log = {};
+  std::set<int> contexts = {};
+  std::map<std::pair<int, int>, void*> users_streams = {};
   int until_allocation_fails = -1, until_copy_fails = -1, times = 0;
   bool drops_waits = false;
-  Copied copied;
+  int64_t copied_to_host = 0, copied_to_device = 0;
+  std::map<void*, std::shared_ptr<Capture>> captures =
+      {};  ///< by stream; of streams that are captured together the same
+};
+
+/// All of it is guarded by streams.mutex().
+struct World : Session {
   std::set<const Event*> events;
-  std::map<void*, std::shared_ptr<Capture>> captures;  ///< by stream; of streams that are captured together the same
+  std::list<Graph> graphs;    ///< until they are destroyed
+  std::list<Module> modules;  ///< until the process ends, as kernels: nothing unloads them
+  std::list<Kernel> kernels;
   Memory memory;
   Streams streams;
 
@@ -88,11 +94,10 @@ struct World {
 };
 
 World& world();
-int current_device();                   ///< -1: the thread has no context
+std::unique_lock<std::mutex> locked();
 std::unique_lock<std::mutex> called();  ///< at each call: the device goes on, and others have their turns
 Result state();                         ///< not kSuccess where the device has failed for good
 
 Work on_device(Work work);  ///< work that reaches the device's memory
-bool capturing(void* stream);
 
 }  // namespace shardow::fake

@@ -98,8 +98,3 @@ target_include_directories(simulate_test PRIVATE src tests/simulate)
 target_link_libraries(simulate_test PRIVATE shardow shardow_options fmt::fmt GTest::gtest_main Threads::Threads)
 add_test(NAME simulate COMMAND simulate_test)
 
-# In place of the whole CUDA path, one that allocates nothing.
-add_executable(offload_allocations_test tests/cuda/allocations_test.cc)
-target_include_directories(offload_allocations_test PRIVATE src)
-target_link_libraries(offload_allocations_test PRIVATE shardow shardow_options GTest::gtest_main Threads::Threads)
-add_test(NAME offload_allocations COMMAND offload_allocations_test)

@@ -21,15 +21,6 @@ World& world() {
   return *only;
 }
 
-void World::note(const char* what, void* stream, const void* subject) {
-  if (!options.log) return;
-  Call& call = log.emplace_back();
-  call.what = what;
-  call.device = current_device();
-  call.stream = stream;
-  call.subject = subject;
-}
-
 std::unique_lock<std::mutex> locked() {
   return std::unique_lock(world().streams.mutex());
 }
@@ -67,30 +58,11 @@ void reset(int num_devices, int64_t seed) {
   reset({.num_devices = num_devices, .seed = drawn, .log = false});
 }
 
-std::vector<Call> calls() {
-  const auto lock = locked();
-  return world().log;
-}
-
 std::vector<Call> calls_of(const std::string& what) {
-  std::vector<Call> named = calls();
+  const auto lock = locked();
+  std::vector<Call> named = world().log;
   std::erase_if(named, [&](const Call& call) { return call.what != what; });
   return named;
-}
-
-void clear() {
-  const auto lock = locked();
-  world().log.clear();
-}
-
-std::vector<int> contexts() {
-  const auto lock = locked();
-  return {world().contexts.begin(), world().contexts.end()};
-}
-
-size_t events() {
-  const auto lock = locked();
-  return world().events.size();
 }
 
 size_t allocated() {
@@ -131,12 +103,7 @@ void fetch(void* to, const void* from, size_t bytes, int device, void* stream) {
 void run(void* stream, int device) {
   auto lock = locked();
   const MarkPtr mark = world().streams.last(device, stream);
-  if (mark == nullptr) return;
-  if (world().options.threads) {
-    world().streams.until(lock, [&] { return mark->done; });
-  } else {
-    world().streams.only(mark);
-  }
+  if (mark != nullptr) world().streams.until(lock, [&] { return mark->done; });
 }
 
 void synchronize() {
@@ -172,21 +139,6 @@ void fail_copy(int number, int times) {
   const auto lock = locked();
   world().until_copy_fails = number;
   world().times = times;
-}
-
-bool broken() {
-  const auto lock = locked();
-  return world().streams.until_broken == 0;
-}
-
-void drop_waits(bool dropped) {
-  const auto lock = locked();
-  world().drops_waits = dropped;
-}
-
-void break_after(int operations) {
-  const auto lock = locked();
-  world().streams.until_broken = operations;
 }
 
 }  // namespace shardow::fake

@@ -24,14 +24,20 @@ namespace {
 thread_local std::vector<int> contexts_of_thread;
 thread_local int mode_of_thread = kGlobal;
 
+thread_local int depth = 0;
+
 /// Begins most functions.
-std::unique_lock<std::mutex> called_with_context(const char* function) {
-  if (contexts_of_thread.empty()) {
-    std::fprintf(stderr, "%s without a current context\n", function);
-    std::abort();
+struct Entered : std::unique_lock<std::mutex> {
+  explicit Entered(const char* function) {
+    ++depth;
+    if (contexts_of_thread.empty()) {
+      std::fprintf(stderr, "%s without a current context\n", function);
+      std::abort();
+    }
+    std::unique_lock<std::mutex>::operator=(called());
   }
-  return called();
-}
+  ~Entered() { --depth; }
+};
 
 Result lose(Capture& capture, Result result) {
   capture.invalid = true;
@@ -117,7 +123,7 @@ Result wait_for(std::unique_lock<std::mutex>& lock, const std::vector<MarkPtr>& 
 
 /// Aborts where work is under way that was given the memory: CUDA's functions wait for the device, mostly.
 Result release(const char* what, void* memory) {
-  world().note(what, nullptr, memory);
+  world().note(what);
   if (const Result result = outside_of_captures()) return result;
   if (const uint64_t number = number_of(memory); state() == kSuccess && world().streams.uses(number)) {
     std::fprintf(stderr, "memory is freed that work under way was given\n");
@@ -137,7 +143,7 @@ bool copy_fails() {
 /// In pieces, which a kernel of another stream may come between.
 Result copy(void* to, const void* from, size_t bytes, void* stream) {
   World& all = world();
-  all.note("copy", stream, to);
+  all.note("copy", stream);
   if (const Result result = state()) return result;
   if (copy_fails()) return kInvalidValue;
   for (const void* begin : {static_cast<const void*>(to), from}) {
@@ -165,17 +171,8 @@ std::vector<const void*> addresses_in(const Twin& twin, void** arguments) {
   return addresses;
 }
 
-void note_launch(const Kernel& kernel, void* stream, void** arguments) {
-  const bool update = kernel.name.rfind("update_kernel", 0) == 0;
-  world().note(update ? "update" : "launch", stream);
-  if (!update || !world().options.log) return;
-  Call& call = world().log.back();
-  call.step = *static_cast<const kernels::Step*>(arguments[1]);
-  call.subject = *static_cast<const void* const*>(arguments[2]);
-}
-
 Result launch(const Kernel& kernel, unsigned grid, unsigned block, void* stream, void** arguments) {
-  note_launch(kernel, stream, arguments);
+  world().note(kernel.name.rfind("update_kernel", 0) == 0 ? "update" : "launch", stream);
   if (const Result result = state()) return result;
   if (grid == 0 || block == 0 || block > 1024) return kInvalidValue;
   if (kernel.device != current_device() || !is_current(stream)) return kInvalidHandle;
@@ -216,6 +213,10 @@ const Text& text_of(int result) {
 }
 
 }  // namespace
+
+bool inside() {
+  return depth > 0;
+}
 
 int current_device() {
   return contexts_of_thread.empty() ? -1 : contexts_of_thread.back();
@@ -280,7 +281,7 @@ int cuCtxPopCurrent_v2(void**) {
   return kSuccess;
 }
 int cuCtxSynchronize() {
-  auto lock = called_with_context("cuCtxSynchronize");
+  Entered lock("cuCtxSynchronize");
   world().note("host waits for device");
   for (const auto& [stream, capture] : world().captures) {
     if (world().streams.kind_of(stream)->device == current_device()) return lose(*capture, kCaptureUnsupported);
@@ -290,23 +291,23 @@ int cuCtxSynchronize() {
 }
 
 int cuMemAlloc_v2(void** memory, size_t bytes) {
-  const auto lock = called_with_context("cuMemAlloc");
+  const Entered lock("cuMemAlloc");
   return allocate("malloc", memory, bytes, false);
 }
 int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
-  const auto lock = called_with_context("cuMemHostAlloc");
+  const Entered lock("cuMemHostAlloc");
   return allocate("pin", memory, bytes, true);
 }
 int cuMemFree_v2(void* memory) {
-  const auto lock = called_with_context("cuMemFree");
+  const Entered lock("cuMemFree");
   return release("free", memory);
 }
 int cuMemFreeHost(void* memory) {
-  const auto lock = called_with_context("cuMemFreeHost");
+  const Entered lock("cuMemFreeHost");
   return release("unpin", memory);
 }
 int cuMemGetAddressRange_v2(const void** begin, size_t* bytes, const void* memory) {
-  const auto lock = called_with_context("cuMemGetAddressRange");
+  const Entered lock("cuMemGetAddressRange");
   const Block* const block = world().memory.find(memory);
   if (block == nullptr) return kNotFound;
   *begin = block->begin;
@@ -314,18 +315,18 @@ int cuMemGetAddressRange_v2(const void** begin, size_t* bytes, const void* memor
   return kSuccess;
 }
 int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
-  const auto lock = called_with_context("cuMemcpyAsync");
+  const Entered lock("cuMemcpyAsync");
   return copy(to, from, bytes, stream);
 }
 int cuMemsetD8Async(void* memory, unsigned char value, size_t bytes, void* stream) {
-  const auto lock = called_with_context("cuMemsetD8Async");
-  world().note("set", stream, memory);
+  const Entered lock("cuMemsetD8Async");
+  world().note("set", stream);
   if (const Result result = state()) return result;
   return enqueue(stream, on_device({1, [=](size_t, Random*) { std::memset(memory, value, bytes); }}), {memory});
 }
 
 int cuStreamCreate(void** stream, unsigned flags) {
-  const auto lock = called_with_context("cuStreamCreate");
+  const Entered lock("cuStreamCreate");
   if (const Result result = state()) return result;
   const bool blocking = (flags & 1) == 0;
   *stream = world().streams.make(current_device(), blocking);
@@ -333,26 +334,26 @@ int cuStreamCreate(void** stream, unsigned flags) {
   return kSuccess;
 }
 int cuStreamDestroy_v2(void* stream) {
-  const auto lock = called_with_context("cuStreamDestroy");
+  const Entered lock("cuStreamDestroy");
   world().note("end of stream", stream);
   return world().streams.retire(stream) ? kSuccess : kInvalidHandle;
 }
 int cuStreamSynchronize(void* stream) {
-  auto lock = called_with_context("cuStreamSynchronize");
+  Entered lock("cuStreamSynchronize");
   world().note("host waits", stream);
   if (const Result result = outside_of_capture_of(stream)) return result;
   return wait_for(lock, {world().streams.last(current_device(), stream)});
 }
 int cuStreamQuery(void* stream) {
-  const auto lock = called_with_context("cuStreamQuery");
+  const Entered lock("cuStreamQuery");
   if (const Result result = outside_of_capture_of(stream)) return result;
   const MarkPtr mark = world().streams.last(current_device(), stream);
   return mark == nullptr || mark->done ? state() : kNotReady;
 }
 int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
-  const auto lock = called_with_context("cuStreamWaitEvent");
+  const Entered lock("cuStreamWaitEvent");
   World& all = world();
-  all.note("stream waits", stream, event);
+  all.note("stream waits", stream);
   if (const Result result = state()) return result;
   if (!all.events.count(event) || (stream != nullptr && !all.streams.kind_of(stream))) return kInvalidHandle;
   const auto entry = all.captures.find(stream);
@@ -371,7 +372,7 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 }
 
 int cuEventCreate(Event** event, unsigned flags) {
-  const auto lock = called_with_context("cuEventCreate");
+  const Entered lock("cuEventCreate");
   world().note((flags & 1) != 0 ? "event that sleeps" : "event that spins");
   if (const Result result = state()) return result;
   *event = new Event{nullptr, current_device(), nullptr};
@@ -379,15 +380,15 @@ int cuEventCreate(Event** event, unsigned flags) {
   return kSuccess;
 }
 int cuEventDestroy_v2(Event* event) {
-  const auto lock = called_with_context("cuEventDestroy");
-  world().note("end of event", nullptr, event);
+  const Entered lock("cuEventDestroy");
+  world().note("end of event");
   if (world().events.erase(event) == 0) return kInvalidHandle;
   delete event;
   return kSuccess;
 }
 int cuEventRecord(Event* event, void* stream) {
-  const auto lock = called_with_context("cuEventRecord");
-  world().note("record", stream, event);
+  const Entered lock("cuEventRecord");
+  world().note("record", stream);
   if (const Result result = state()) return result;
   if (!world().events.count(event) || event->device != current_device() || !is_current(stream)) return kInvalidHandle;
   if (const Result result = implicit(stream)) return result;
@@ -397,8 +398,8 @@ int cuEventRecord(Event* event, void* stream) {
   return kSuccess;
 }
 int cuEventSynchronize(Event* event) {
-  auto lock = called_with_context("cuEventSynchronize");
-  world().note("host waits", nullptr, event);
+  Entered lock("cuEventSynchronize");
+  world().note("host waits");
   if (!world().events.count(event)) return kInvalidHandle;
   if (event->captured != nullptr) return lose(*event->captured, kCapturedEvent);
   if (const Result result = outside_of_captures()) return result;
@@ -406,7 +407,7 @@ int cuEventSynchronize(Event* event) {
 }
 
 int cuStreamIsCapturing(void* stream, int* status) {
-  const auto lock = called_with_context("cuStreamIsCapturing");
+  const Entered lock("cuStreamIsCapturing");
   if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
   if (const Result result = implicit(stream)) return result;
   const auto entry = world().captures.find(stream);
@@ -414,14 +415,14 @@ int cuStreamIsCapturing(void* stream, int* status) {
   return kSuccess;
 }
 int cuStreamBeginCapture_v2(void* stream, int mode) {
-  const auto lock = called_with_context("cuStreamBeginCapture");
+  const Entered lock("cuStreamBeginCapture");
   if (stream == nullptr || world().captures.count(stream) > 0) return kCaptureUnsupported;
   world().captures[stream] =
       std::make_shared<Capture>(Capture{{}, stream, static_cast<CaptureMode>(mode), std::this_thread::get_id(), false});
   return kSuccess;
 }
 int cuStreamEndCapture(void* stream, Graph** graph) {
-  const auto lock = called_with_context("cuStreamEndCapture");
+  const Entered lock("cuStreamEndCapture");
   const auto entry = world().captures.find(stream);
   if (entry == world().captures.end() || entry->second->origin != stream) return kCaptureUnmatched;
   const std::shared_ptr<Capture> capture = entry->second;
@@ -440,7 +441,7 @@ int cuGraphInstantiateWithFlags(Graph** replay, Graph* graph, unsigned long long
   return kSuccess;
 }
 int cuGraphLaunch(Graph* replay, void* stream) {
-  const auto lock = called_with_context("cuGraphLaunch");
+  const Entered lock("cuGraphLaunch");
   world().note("replay", stream);
   for (const Work& node : *replay) {
     for (const uint64_t block : node.blocks) {
@@ -462,14 +463,14 @@ int cuGraphExecDestroy(Graph* replay) {
 }
 
 int cuModuleLoadData(Module** module, const void* image) {
-  const auto lock = called_with_context("cuModuleLoadData");
+  const Entered lock("cuModuleLoadData");
   world().note("load");  // may wait for what the device does
   if (const Result result = outside_of_captures()) return result;
   *module = &world().modules.emplace_back(Module{checked_image(image), current_device()});
   return (*module)->image.empty() ? kInvalidImage : kSuccess;
 }
 int cuModuleGetFunction(Kernel** function, Module* module, const char* name) {
-  const auto lock = called_with_context("cuModuleGetFunction");
+  const Entered lock("cuModuleGetFunction");
   const Twin* const twin = twin_of(name);
   if (twin == nullptr || module->image.find(name) == std::string::npos) return kNotFound;
   *function = &world().kernels.emplace_back(Kernel{plain_name(name), twin, module->device});
@@ -477,7 +478,7 @@ int cuModuleGetFunction(Kernel** function, Module* module, const char* name) {
 }
 int cuLaunchKernel(Kernel* kernel, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned,
                    void* stream, void** arguments, void**) {
-  const auto lock = called_with_context("cuLaunchKernel");
+  const Entered lock("cuLaunchKernel");
   return launch(*kernel, grid, block, stream, arguments);
 }
 }

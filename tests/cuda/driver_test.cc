@@ -8,34 +8,21 @@
 #include <vector>
 
 #include "emulation.h"
-#include "fake.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
 #include "kernels/cuda_driver.h"
 #include "kernels/cuda_kernels.h"
+#include "world.h"
 
 namespace shardow {
 namespace {
 
 using kernels::cuda::DeviceGuard;
 using kernels::cuda::driver;
-using kernels::cuda::Event;
 using kernels::testing::Current;
 using kernels::testing::graph_calls;
-using kernels::testing::kGlobal;
-using kernels::testing::kRelaxed;
-using kernels::testing::kThreadLocal;
 
-enum Refusal {
-  kInvalidValue = 1,
-  kInvalidHandle = 400,
-  kIllegalAddress = 700,
-  kUnsupported = 900,
-  kInvalidated = 901,
-  kIsolation = 905,
-  kImplicit = 906,
-  kCaptured = 907,
-};
+using namespace fake;  // its results
 
 /// A number in device memory, which streams write. Calls are those of a user, whose thread has device 0 current.
 class FakeDevice : public ::testing::Test {
@@ -76,7 +63,7 @@ TEST_F(FakeDevice, IsLateAndInAnyOrderThatWaitsAllow) {
     ASSERT_EQ(copy(stream(1)), 0);
     driver().synchronize(stream(1));
     after += *pinned_ == 2 ? 1 : 0;
-    Event event;
+    kernels::cuda::Event event;
     write(1, stream(1));
     event.record(stream(1));
     event.wait_on(stream(2));
@@ -90,17 +77,6 @@ TEST_F(FakeDevice, IsLateAndInAnyOrderThatWaitsAllow) {
   EXPECT_LT(after, 4 * kSeeds - kSeeds / 2);
 }
 
-TEST_F(FakeDevice, RunsOneStreamAndWhatThatWaitsFor) {
-  start(1);
-  write(1, stream(1));
-  write(2, stream(2));
-  fake::run(stream(2), 0);
-  EXPECT_EQ(*number_, 2);
-  EXPECT_EQ(fake::pending(), 1u);
-  fake::synchronize();
-  EXPECT_EQ(*number_, 1);
-}
-
 TEST_F(FakeDevice, RefusesCopiesAndFailsForGoodWhenTold) {
   start(1);
   EXPECT_EQ(kernels::cuda::rest_of_allocation(number_, 0), 4u);
@@ -108,7 +84,7 @@ TEST_F(FakeDevice, RefusesCopiesAndFailsForGoodWhenTold) {
   EXPECT_EQ(driver().copy.status(pinned_, number_, 5, stream(1)), kInvalidValue) << "beyond its allocation";
   fake::fail_copy(1, 2);
   for (const int status : {0, int{kInvalidValue}, int{kInvalidValue}, 0}) EXPECT_EQ(copy(stream(1)), status);
-  fake::break_after(1);
+  fake::world().streams.until_broken = 1;
   static_cast<void>(copy(stream(1)));
   EXPECT_EQ(driver().synchronize.status(stream(1)), kIllegalAddress);
   EXPECT_EQ(copy(stream(1)), kIllegalAddress);
@@ -118,7 +94,7 @@ TEST_F(FakeDevice, RefusesStreamsAndEventsThatAreGoneOrOfAnotherDevice) {
   start(std::nullopt);
   void* stream = nullptr;
   driver().create_stream(&stream, 1);
-  Event event, gone;
+  kernels::cuda::Event event, gone;
   int captured = 0;
   ASSERT_EQ(driver().destroy_event.status(gone.get()), 0);
   EXPECT_EQ(driver().record.status(gone.get(), stream), kInvalidHandle);
@@ -161,16 +137,16 @@ class FakeCapture : public FakeDevice {
     elsewhere ? std::thread(with_context).join() : with_context();
     void* graph = nullptr;
     const int end = graph_calls().end_capture.status(stream(1), &graph);
-    EXPECT_EQ(end, graph == nullptr ? kInvalidated : 0);
+    EXPECT_EQ(end, graph == nullptr ? kCaptureInvalidated : 0);
     if (graph != nullptr) graph_calls().destroy(graph);
     return {status, graph == nullptr};
   }
 };
 
 TEST_F(FakeCapture, IsLostByWhatNoGraphRepeats) {
-  const Outcome refused{kUnsupported, true}, fine{0, false};
+  const Outcome refused{kCaptureUnsupported, true}, fine{0, false};
   void *memory = nullptr, *module = nullptr;
-  Event event;
+  kernels::cuda::Event event;
   const std::vector<std::function<int()>> calls = {
       [&] { return driver().allocate.status(&memory, 16); },
       [&] { return driver().allocate_pinned.status(&memory, 16, 0); },
@@ -202,20 +178,20 @@ TEST_F(FakeCapture, IsLostByWhatNoGraphRepeats) {
 }
 
 TEST_F(FakeCapture, IsLostInAnyModeByWhatConflictsWithIt) {
-  Event event;
+  kernels::cuda::Event event;
   const std::vector<std::pair<std::function<int()>, int>> rows = {
-      {[&] { return driver().synchronize.status(stream(1)); }, kUnsupported},
-      {[&] { return driver().synchronize_context.status(); }, kUnsupported},
+      {[&] { return driver().synchronize.status(stream(1)); }, kCaptureUnsupported},
+      {[&] { return driver().synchronize_context.status(); }, kCaptureUnsupported},
       {[&] {
          event.record(stream(1));
          return driver().wait.status(event.get());
        },
-       kCaptured},
+       kCapturedEvent},
       {[&] {
          event.record(stream(2));
          return driver().wait_for_event.status(stream(1), event.get(), 0);
        },
-       kIsolation},
+       kCaptureIsolation},
   };
   for (const auto& [call, status] : rows) {
     for (const int mode : {kGlobal, kRelaxed}) EXPECT_EQ(outcome(mode, false, call), Outcome(status, true));
@@ -223,7 +199,7 @@ TEST_F(FakeCapture, IsLostInAnyModeByWhatConflictsWithIt) {
   void* blocking = nullptr;
   driver().create_stream(&blocking, 0);
   graph_calls().begin_capture(blocking, kRelaxed);
-  EXPECT_EQ(copy(nullptr), kImplicit);
+  EXPECT_EQ(copy(nullptr), kCaptureImplicit);
   int status = 0;
   driver().is_capturing(blocking, &status);
   EXPECT_EQ(status, 2);

@@ -24,19 +24,14 @@
 #include <string>
 #include <vector>
 
-#include "kernels/step.h"
-
 #pragma GCC visibility push(default)
 
 namespace shardow::fake {
 
 struct Call {
-  std::string what;               ///< "malloc", "free", "copy", "launch", "record", "stream waits", "host waits", ...
-  int device = 0;                 ///< current in the calling thread
-  void* stream = nullptr;         ///< where there is one
-  const void* subject = nullptr;  ///< event, memory; of an update: where its replays read their step, null outside of a
-                                  ///< capture
-  kernels::Step step = {};        ///< of an update
+  std::string what;        ///< "malloc", "free", "copy", "launch", "record", "stream waits", "host waits", ...
+  int device = 0;          ///< current in the calling thread
+  void* stream = nullptr;  ///< where there is one
 };
 
 struct Options {
@@ -50,23 +45,14 @@ struct Options {
 /// Forgets everything: no contexts, no memory, no streams, an empty log. Nothing may be under way in other threads.
 void reset(const Options& options);
 
-std::vector<Call> calls();  ///< since reset() or clear()
-std::vector<Call> calls_of(const std::string& what);
-void clear();  ///< the log alone
-
-std::vector<int> contexts();  ///< devices that have one
-int current_device();         ///< of this thread; -1: it has no context
-size_t events();              ///< that are not destroyed
+std::vector<Call> calls_of(const std::string& what);  ///< since reset(), or since the log was cleared
 
 // Work that a stream of the test does, an optimizer's for example: on the host, in stream order.
 void enqueue(int device, void* stream, std::function<void()> work);
 void follow(int device, void* stream, void* behind);  ///< what it does from here on comes after what that has to do
 void fetch(void* to, const void* from, size_t bytes, int device, void* stream);  ///< to the host; no copy that fails
 
-bool broken();
-void break_after(int operations);  ///< when so many more are done, the device has failed for good, and every later call
-                                   ///< says so; < 0: never
-void drop_waits(bool dropped);     ///< cuStreamWaitEvent does nothing, to show that it is missed
+bool inside();                                                         ///< this thread is in a call of the driver
 void run_kernel(unsigned threads, const std::function<void()>& body);  ///< one block, at once
 
 // By these names Python has them.

@@ -5,9 +5,9 @@
 
 #include "average/driver.h"
 #include "drawn_turns.h"
-#include "fake.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
+#include "world.h"
 
 namespace shardow::testing {
 
@@ -26,7 +26,7 @@ Program::~Program() = default;
 std::string Program::run() {
   const auto turns = random_();
   fake::reset({.num_devices = 3, .seed = random_(), .guard = true});
-  fake::drop_waits(missing_ == Missing::kWaits);
+  fake::world().drops_waits = missing_ == Missing::kWaits;
   const fake::DrawnTurns drawn(turns);
   const Current current(kCallersDevice);
   do_all();
@@ -46,7 +46,7 @@ void Program::do_all() {
   try {
     choose();
     make();
-    if (faulty_ && one_in(4)) fake::break_after(static_cast<int>(random_() % 200));
+    if (faulty_ && one_in(4)) fake::world().streams.until_broken = static_cast<int>(random_() % 200);
     if (one_in(4)) capture();
     for (uint64_t left = 5 + random_() % 25; left > 0 && difference_.empty(); --left) go_on();
     if (difference_.empty()) look();
@@ -123,8 +123,8 @@ void Program::note(const Error& error) {
   for (auto& [part, times] : met()) times += text.find(part) != text.npos ? 1 : 0;
 }
 
-/// Until fn() goes through.
-void Program::call(const std::function<void()>& fn) {
+/// Until fn() goes through. What it leaves undone is mended, unless the next call of it does that.
+void Program::call(const std::function<void()>& fn, bool mends) {
   for (int tries = 0;; ++tries) {
     try {
       return fn();
@@ -132,20 +132,7 @@ void Program::call(const std::function<void()>& fn) {
       note(error);
       if (fake::broken()) throw Broken();
       if (!faulty_ || tries == 4) throw;
-      recover();
-    }
-  }
-}
-
-/// The same of what mends itself when it is called again.
-void Program::until_through(const std::function<void()>& fn) {
-  for (int tries = 0;; ++tries) {
-    try {
-      return fn();
-    } catch (const Error& error) {
-      note(error);
-      if (fake::broken()) throw Broken();
-      if (!faulty_ || tries == 4) throw;
+      if (mends) recover();
     }
   }
 }
@@ -154,11 +141,12 @@ void Program::until_through(const std::function<void()>& fn) {
 void Program::recover() {
   disarm();
   if (tested_ == nullptr || oracle_ == nullptr) return;
-  until_through([&] {
+  const auto mend = [&] {
     tested_->wait();
     if (tested_->swapped()) tested_->swap_out();
     undo_lost_update();
-  });
+  };
+  call(mend, false);
 }
 
 void Program::undo_lost_update() {
@@ -181,7 +169,7 @@ void Program::train() {
   update();
   if (!faulty_ || missing_ != Missing::kNothing || !one_in(16)) return;
   call([&] { tested_->finish_reading(); });
-  fake::break_after(static_cast<int>(random_() % 3));
+  fake::world().streams.until_broken = static_cast<int>(random_() % 3);
 }
 
 void Program::write(const Weights& weights) {
@@ -234,16 +222,17 @@ void Program::swap() {
   oracle_->swap_in(into.oracle, k);
   look_at(into);
   arm();
-  until_through([&] {
+  const auto out = [&] {
     if (tested_->swapped()) tested_->swap_out();
-  });
+  };
+  call(out, false);
   oracle_->swap_out();
   look_at(into);
 }
 
 /// What a reset() that failed has left is mended by the next one alone.
 void Program::reset() {
-  until_through([&] { tested_->reset(); });
+  call([&] { tested_->reset(); }, false);
   disarm();
   oracle_->reset();
   if (faulty_) oracle_->set_state(tested_->state());  // an update under way may have been given up

@@ -115,8 +115,7 @@ class Program {
   bool averages_are(const std::vector<Bytes>& expected) const;
   void differs(const std::string& what);
 
-  void call(const std::function<void()>& fn);
-  void until_through(const std::function<void()>& fn);
+  void call(const std::function<void()>& fn, bool mends = true);
   void arm();
   void disarm();
   void recover();

@@ -1,9 +1,9 @@
 // Graphs that a random program captures and replays, of weights that have moved and of an Average that is gone too.
 #include <exception>
 
-#include "fake.h"
 #include "graph_calls.h"
 #include "program.h"
+#include "world.h"
 
 namespace shardow::testing {
 

@@ -6,10 +6,10 @@
 #include <fstream>
 #include <iterator>
 
-#include "fake.h"
 #include "graph_calls.h"
 #include "program.h"
 #include "shardow/checkpoint.h"
+#include "world.h"
 
 namespace shardow::testing {
 
@@ -74,7 +74,9 @@ void Program::look_at_counters() {
     differs("what was held: " + std::to_string(stats.held_non_finite) + ", not " +
             std::to_string(expected.held_non_finite));
   const auto text = [&](const std::optional<NonFiniteReport>& met) {
-    return !met ? "none" : has(Place::kBeside) ? "some" : std::to_string(met->elements) + " from " + met->tensor;
+    return !met                  ? "none"
+           : has(Place::kBeside) ? "some"
+                                 : std::to_string(met->elements) + (num_devices_ == 1 ? " from " + met->tensor : "");
   };
   const std::string met = text(report), wanted = text(oracle_->non_finite());
   if (met != wanted) differs("not finite: " + met + ", not " + wanted);
@@ -120,11 +122,11 @@ void Program::look_at_driver() {
   kernels::cuda::driver().exchange_capture_mode(&mode);
   if (mode != kernels::testing::kGlobal) differs("the caller's capture mode");
   const auto all = streams();
-  for (const int device : fake::contexts()) {
+  for (const int device : fake::world().contexts) {
     if (all.count(device) == 0 && device != fake::current_device()) differs("a context of a device that is not used");
   }
   if (!fake::calls_of("event that spins").empty()) differs("a thread that spins");
-  if (fake::events() > 0) differs("events that were left");
+  if (!fake::world().events.empty()) differs("events that were left");
   if (!leaves_memory_ && !fake::broken() && fake::allocated() > 0) differs("memory that was left");
 }
 

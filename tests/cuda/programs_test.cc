@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "fake.h"
 #include "program.h"
+#include "world.h"
 
 namespace shardow::testing {
 namespace {
@@ -50,7 +50,7 @@ TEST(Programs, Hold) {
 std::vector<std::pair<std::string, int>> calls_of(uint64_t seed) {
   EXPECT_EQ(run(seed), "");
   std::vector<std::pair<std::string, int>> names;
-  for (const fake::Call& call : fake::calls()) names.emplace_back(call.what, call.device);
+  for (const fake::Call& call : fake::world().log) names.emplace_back(call.what, call.device);
   return names;
 }
 

@@ -185,18 +185,6 @@ void Streams::until(std::unique_lock<std::mutex>& lock, const std::function<bool
   }
 }
 
-void Streams::only(const MarkPtr& mark) {
-  while (!done(mark)) {
-    const auto has = [&](const Stream& stream) {
-      return std::any_of(stream.queue.begin(), stream.queue.end(),
-                         [&](const Operation& operation) { return operation.mark == mark; });
-    };
-    const auto stream = std::find_if(streams_.begin(), streams_.end(), has);
-    for (const MarkPtr& other : std::vector<MarkPtr>(stream->queue.front().after)) only(other);
-    advance(*stream);
-  }
-}
-
 void Streams::everything() {
   for (bool moved = true; moved;) {
     moved = false;

@@ -51,12 +51,12 @@ class Streams {
   /// Returns when done() holds. `lock` is of mutex().
   void until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done);
   void some(std::unique_lock<std::mutex>& lock);  ///< at a call of the driver: as much as is drawn
-  void only(const MarkPtr& mark);                 ///< does what that needs, and nothing else
   void everything();
 
   size_t pending() const;
   bool uses(uint64_t block) const;  ///< something under way was given it
-  int until_broken = -1;            ///< operations; 0: it is
+  /// Operations until the device fails for good, and every call says so; 0: it has; < 0: it does not.
+  int until_broken = -1;
 
   std::mutex& mutex() { return mutex_; }
 

@@ -75,11 +75,13 @@ struct Session {
   std::set<int> contexts = {};
   std::map<std::pair<int, int>, void*> users_streams = {};
   int until_allocation_fails = -1, until_copy_fails = -1, times = 0;
-  bool drops_waits = false;
+  bool drops_waits = false;  ///< cuStreamWaitEvent does nothing, to show that it is missed
   int64_t copied_to_host = 0, copied_to_device = 0;
   std::map<void*, std::shared_ptr<Capture>> captures =
       {};  ///< by stream; of streams that are captured together the same
 };
+
+__attribute__((visibility("default"))) int current_device();  // of this thread; -1: it has no context
 
 /// All of it is guarded by streams.mutex().
 struct World : Session {
@@ -90,14 +92,20 @@ struct World : Session {
   Memory memory;
   Streams streams;
 
-  void note(const char* what, void* stream = nullptr, const void* subject = nullptr);
+  void note(const char* what, void* stream = nullptr) {
+    if (options.log) log.push_back({what, current_device(), stream});
+  }
 };
 
-World& world();
+__attribute__((visibility("default"))) World& world();  // which tests look at where nothing is under way
 std::unique_lock<std::mutex> locked();
 std::unique_lock<std::mutex> called();  ///< at each call: the device goes on, and others have their turns
 Result state();                         ///< not kSuccess where the device has failed for good
 
 Work on_device(Work work);  ///< work that reaches the device's memory
+
+inline bool broken() {
+  return world().streams.until_broken == 0;
+}
 
 }  // namespace shardow::fake

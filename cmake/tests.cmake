@@ -52,7 +52,7 @@ endif()
 # CUDA's driver and its compiler without a device, under the names by which the engine opens NVIDIA's, from where Python's tests have them too.
 # The kernels are a library of their own: what it has of a thread's own is their shared memory.
 add_library(fake_kernels SHARED tests/cuda/twins.cc)
-add_library(fake_driver SHARED tests/cuda/control.cc tests/cuda/driver.cc tests/cuda/emulation.cc tests/cuda/memory.cc tests/cuda/streams.cc)
+add_library(fake_driver SHARED tests/cuda/control.cc tests/cuda/driver.cc tests/cuda/emulation.cc)
 target_link_libraries(fake_driver PRIVATE fake_kernels)
 add_library(fake_nvrtc SHARED tests/cuda/nvrtc.cc)
 set_target_properties(fake_driver PROPERTIES OUTPUT_NAME cuda SOVERSION 1)
@@ -68,9 +68,9 @@ if(SHARDOW_SANITIZE MATCHES "address")  # an access of a kernel's that is not al
 endif()
 
 function(add_fake_device_test name)
-  add_executable(${name}_test ${ARGN} tests/cuda/drawn_turns.cc tests/cuda/seeded_main.cc)
+  add_executable(${name}_test ${ARGN})
   target_include_directories(${name}_test PRIVATE tests/cuda src)
-  target_link_libraries(${name}_test PRIVATE fake_driver shardow test_options fmt::fmt GTest::gtest Threads::Threads)
+  target_link_libraries(${name}_test PRIVATE fake_driver shardow test_options fmt::fmt GTest::gtest_main Threads::Threads)
   add_dependencies(${name}_test fake_nvrtc)
   add_test(NAME ${name} COMMAND ${name}_test)
   # AddressSanitizer's dlopen() does not look into the RUNPATH of who calls it.
@@ -79,8 +79,7 @@ endfunction()
 add_fake_device_test(cuda_calls tests/cuda/calls_test.cc)
 add_fake_device_test(cuda_driver tests/cuda/driver_test.cc)
 add_fake_device_test(cuda_files tests/cuda/files_test.cc)
-add_fake_device_test(cuda_programs tests/cuda/programs_test.cc tests/cuda/program.cc tests/cuda/program_graphs.cc tests/cuda/program_looks.cc
-                     tests/cuda/program_making.cc)
+add_fake_device_test(cuda_programs tests/cuda/programs_test.cc)
 set_tests_properties(cuda_programs PROPERTIES TIMEOUT 3600)  # SHARDOW_ALL: ten thousand programs
 find_path(CUDA_HEADERS cuda.h PATHS /usr/local/cuda/include) # NVIDIA's declarations, which the engine's are compared with
 if(CUDA_HEADERS)

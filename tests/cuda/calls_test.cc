@@ -10,10 +10,9 @@
 #include "file/device.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
-#include "program.h"
+#include "comparison.h"
 #include "shardow/average.h"
 #include "shardow/group.h"
-#include "world.h"
 
 namespace shardow {
 namespace {

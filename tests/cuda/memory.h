@@ -1,9 +1,23 @@
 // Memory that the fake driver gives: a device's, and pinned memory of the host.
 #pragma once
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
 #include <map>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(begin, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(begin, bytes)
+#endif
 
 namespace shardow::fake {
 
@@ -18,12 +32,68 @@ struct Block {
 /// ends at the exact byte. Guarded by the lock of the streams, but Open.
 class Memory {
  public:
-  void start(bool guard);  ///< forgets all but pinned memory, of which the engine keeps some for later
-  void* take(size_t bytes, bool pinned);
-  bool give(void* memory);  ///< false: it is no block. Aborts where something was written behind its end
+  /// Forgets all but pinned memory, of which the engine keeps some for later
+  void start(bool guard) {
+    std::erase_if(blocks_, [](const auto& entry) { return !entry.second.pinned; });
+    for (auto& [memory, block] : blocks_) block.counted = 0;
+    allocated_ = 0;
+    if (used_ > 0) {
+      ASAN_UNPOISON_MEMORY_REGION(arena(), used_);
+      ::mprotect(arena(), used_, PROT_NONE);
+      ::madvise(arena(), used_, MADV_DONTNEED);
+    }
+    used_ = 0;
+    guard_ = guard;
+  }
+  void* take(size_t bytes, bool pinned) {
+    if (bytes > kArena - in_pages(used_)) return nullptr;
+    const size_t whole = in_pages(bytes);
+    std::byte* const begin = pinned ? static_cast<std::byte*>(std::aligned_alloc(kPage, whole)) : arena() + used_;
+    if (!pinned) {
+      ::mprotect(begin, whole, PROT_READ | PROT_WRITE);
+      used_ += whole;
+    }
+    std::memset(begin, kPoison, whole);  // a device's memory has anything in it
+    ASAN_POISON_MEMORY_REGION(begin + bytes, whole - bytes);
+    if (!pinned && guard_) ::mprotect(begin, whole, PROT_NONE);
+    blocks_[begin] = {begin, bytes, bytes, pinned, ++last_number_};
+    allocated_ += bytes;
+    return begin;
+  }
+  /// False: it is no block. Aborts where something was written behind its end
+  bool give(void* memory) {
+    const auto entry = blocks_.find(memory);
+    if (entry == blocks_.end()) return false;
+    const auto [begin, bytes, counted, pinned, number] = entry->second;
+    const size_t whole = in_pages(bytes);
+    blocks_.erase(entry);
+    allocated_ -= counted;
+    if (!pinned) ::mprotect(begin, whole, PROT_READ | PROT_WRITE);
+    ASAN_UNPOISON_MEMORY_REGION(begin + bytes, whole - bytes);
+    if (std::any_of(begin + bytes, begin + whole, [](std::byte byte) { return byte != std::byte{kPoison}; })) {
+      std::fprintf(stderr, "something was written behind the end of %zu bytes\n", bytes);
+      std::abort();
+    }
+    if (pinned) {
+      std::free(begin);
+    } else {
+      ::madvise(begin, whole, MADV_DONTNEED);
+      ::mprotect(begin, whole, PROT_NONE);
+    }
+    return true;
+  }
   size_t allocated() const { return allocated_; }
-  const Block* find(const void* memory) const;  ///< null: it lies in none
-  bool has(uint64_t number) const;
+  /// Null: it lies in none
+  const Block* find(const void* memory) const {
+    const auto after = blocks_.upper_bound(memory);
+    if (after == blocks_.begin()) return nullptr;
+    const Block& block = std::prev(after)->second;
+    return memory < block.begin + block.bytes ? &block : nullptr;
+  }
+  bool has(uint64_t number) const {
+    return std::any_of(blocks_.begin(), blocks_.end(),
+                       [&](const auto& entry) { return entry.second.number == number; });
+  }
 
   /// With a guard: device memory is within reach while one of these lives, whose thread is the only one that works.
   class Open {
@@ -38,7 +108,21 @@ class Memory {
   };
 
  private:
-  void protect(bool open) const;
+  static constexpr size_t kArena = size_t{64} << 30, kPage = 4096;
+  static constexpr int kPoison = 0xa5;
+
+  /// Addresses alone, until something is taken.
+  static std::byte* arena() {
+    static void* const begin = ::mmap(nullptr, kArena, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return static_cast<std::byte*>(begin);
+  }
+  static size_t in_pages(size_t bytes) {
+    return (bytes + kPage) / kPage * kPage;  // a byte behind the end, or more
+  }
+
+  void protect(bool open) const {
+    if (guard_ && used_ > 0) ::mprotect(arena(), used_, open ? PROT_READ | PROT_WRITE : PROT_NONE);
+  }
 
   std::map<const void*, Block> blocks_;
   size_t allocated_ = 0, used_ = 0;  // used_: of the arena; nothing lies behind

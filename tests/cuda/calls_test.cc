@@ -7,10 +7,10 @@
 #include <memory>
 
 #include "base/allocations.h"
+#include "comparison.h"
 #include "file/device.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
-#include "comparison.h"
 #include "shardow/average.h"
 #include "shardow/group.h"
 
@@ -125,7 +125,7 @@ TEST_F(CudaCalls, TheStreamWaitsForTheLastCopyAndTheHostDoesNot) {
   fake::world().log.clear();
   ema_->update();
   ema_->finish_reading();  // nothing has been copied yet
-  EXPECT_GT(fake::pending(), 0u);
+  EXPECT_GT(fake::world().streams.pending(), 0u);
   EXPECT_EQ(fake::calls_of("stream waits").back().stream, fake::stream(0, 1));
   held.count_down();
   ema_->wait();

@@ -21,6 +21,7 @@
 
 #include "graph_calls.h"
 #include "kernels/cuda.h"
+#include "kernels/row.h"
 #include "shardow/average.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
@@ -182,15 +183,10 @@ class Comparison {
     for (size_t at = 0; at < bytes.size(); at += width) {
       double wide = static_cast<double>(random_() % 2000001) * 1e-6 - 1.0;
       if (wild && one_in(64)) wide = one_in(2) ? HUGE_VAL : std::nan("");
-      const auto value = static_cast<float>(wide);
-      uint32_t bits;
-      std::memcpy(&bits, &value, 4);
-      auto half = static_cast<uint16_t>(
-          view.dtype == DType::kBF16 ? bits >> 16 : 0x3000 + random_() % 0x800 + random_() % 2 * 0x8000);
-      if (view.dtype == DType::kF16 && (bits & 0x7f800000) == 0x7f800000) half = 0x7c00;
-      if (width == 8) std::memcpy(&bytes[at], &wide, 8);
-      if (width == 4) std::memcpy(&bytes[at], &value, 4);
-      if (width == 2) std::memcpy(&bytes[at], &half, 2);
+      kernels::with_dtype(view.dtype, [&]<class T>() {
+        const T value = kernels::convert<T>(wide);
+        std::memcpy(&bytes[at], &value, sizeof(T));
+      });
     }
     return bytes;
   }

@@ -77,10 +77,6 @@ void* stream(int device, int number) {
   return stream;
 }
 
-void run_kernel(unsigned threads, const std::function<void()>& body) {
-  run_block(1, threads, 0, body, nullptr);
-}
-
 void enqueue(int device, void* stream, std::function<void()> work) {
   const auto lock = locked();
   world().streams.add(device, stream, on_device({1, [work = std::move(work)](size_t, Random*) { work(); }}));
@@ -92,18 +88,15 @@ void follow(int device, void* stream, void* behind) {
   if (mark != nullptr && stream != behind) world().streams.add(device, stream, Work{}, {mark});
 }
 
-void fetch(void* to, const void* from, size_t bytes, int device, void* stream) {
-  if (bytes == 0) return;
-  auto lock = locked();
-  const Work work = on_device({1, [=](size_t, Random*) { std::memcpy(to, from, bytes); }});
-  const MarkPtr mark = world().streams.add(device, stream, work);
-  world().streams.until(lock, [&] { return mark->done; });
-}
-
 void run(void* stream, int device) {
   auto lock = locked();
   const MarkPtr mark = world().streams.last(device, stream);
   if (mark != nullptr) world().streams.until(lock, [&] { return mark->done; });
+}
+
+void fetch(void* to, const void* from, size_t bytes, int device, void* stream) {
+  enqueue(device, stream, [=] { std::memcpy(to, from, bytes); });
+  run(stream, device);
 }
 
 void synchronize() {
@@ -115,19 +108,9 @@ void synchronize() {
   }
 }
 
-size_t pending() {
-  const auto lock = locked();
-  return world().streams.pending();
-}
-
 int64_t copied_to_host() {
   const auto lock = locked();
   return world().copied_to_host;
-}
-
-int64_t copied_to_device() {
-  const auto lock = locked();
-  return world().copied_to_device;
 }
 
 void fail_allocation(int number) {

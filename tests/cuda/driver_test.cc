@@ -223,11 +223,15 @@ TEST_F(FakeDeviceDeathTest, WhatWouldGoWrongOnADeviceAborts) {
   start(std::nullopt);
   EXPECT_DEATH(std::thread([&] { static_cast<void>(copy(stream(1))); }).join(), "without a current context");
   const auto* const misaligned = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(number_) + 4);
-  EXPECT_DEATH(fake::run_kernel(64, [&] { static_cast<void>(__ldcs(misaligned)); }), "a misaligned address");
-  EXPECT_DEATH(fake::run_kernel(64,
-                                [] {
-                                  if (threadIdx.x % 2 == 0) __syncwarp();
-                                }),
+  EXPECT_DEATH(fake::run_block(
+                   1, 64, 0, [&] { static_cast<void>(__ldcs(misaligned)); }, nullptr),
+               "a misaligned address");
+  EXPECT_DEATH(fake::run_block(
+                   1, 64, 0,
+                   [] {
+                     if (threadIdx.x % 2 == 0) __syncwarp();
+                   },
+                   nullptr),
                "a lane has ended that others wait for");
   EXPECT_DEATH(
       {

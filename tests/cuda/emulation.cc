@@ -57,8 +57,6 @@ class Warp {
     return seen_.data();
   }
 
-  unsigned lane() const { return lane_; }
-
   static Warp& here() {
     static thread_local Warp warp;
     return warp;
@@ -87,10 +85,6 @@ void check_access(const void* address, size_t bytes) {
 const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought) {
   if (mask != 0xffffffffu) refuse("a mask that is not the whole warp");
   return Warp::here().meet(meeting, brought);
-}
-
-unsigned lane_number() {
-  return Warp::here().lane();
 }
 
 /// All that the kernels' library has of this thread's own.

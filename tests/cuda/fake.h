@@ -52,18 +52,16 @@ void enqueue(int device, void* stream, std::function<void()> work);
 void follow(int device, void* stream, void* behind);  ///< what it does from here on comes after what that has to do
 void fetch(void* to, const void* from, size_t bytes, int device, void* stream);  ///< to the host; no copy that fails
 
-bool inside();                                                         ///< this thread is in a call of the driver
-void run_kernel(unsigned threads, const std::function<void()>& body);  ///< one block, at once
+bool inside();  ///< this thread is in a call of the driver
+
+void synchronize();  ///< does all that there is
 
 // By these names Python has them.
-void reset(int num_devices, int64_t seed) asm("fake_reset");  // seed < 0: everything happens at once
-void* stream(int device, int number) asm("fake_stream");      // one that a user made; the same until reset()
-void run(void* stream, int device) asm("fake_run");           // does what it has to do, and what that waits for
-void synchronize() asm("fake_synchronize");                   // does all that there is
-size_t pending() asm("fake_pending");                         // operations under way
-size_t allocated() asm("fake_allocated");                     // bytes on devices and pinned, not freed
-int64_t copied_to_host() asm("fake_copied_to_host");          // bytes, since reset()
-int64_t copied_to_device() asm("fake_copied_to_device");
+void reset(int num_devices, int64_t seed) asm("fake_reset");      // seed < 0: everything happens at once
+void* stream(int device, int number) asm("fake_stream");          // one that a user made; the same until reset()
+void run(void* stream, int device) asm("fake_run");               // does what it has to do, and what that waits for
+size_t allocated() asm("fake_allocated");                         // bytes on devices and pinned, not freed
+int64_t copied_to_host() asm("fake_copied_to_host");              // bytes, since reset()
 void fail_allocation(int number) asm("fake_fail_allocation");     // the number-th from now; 0: the next; < 0: none
 void fail_copy(int number, int times = 1) asm("fake_fail_copy");  // and times - 1 after it; times < 0: all
 

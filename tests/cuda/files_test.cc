@@ -66,7 +66,7 @@ TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
                              EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
                          }),
                 all(2, kFine));
-      EXPECT_EQ(fake::pending(), 0u);
+      EXPECT_EQ(fake::world().streams.pending(), 0u);
       // Two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that
       // load.
       EXPECT_LE(most_pinned(), 3 * 4);

@@ -127,7 +127,7 @@ class Program : Comparison {
     write(weights_);
     if (!(graphs_.empty() && stale_.empty()) && one_in(2)) return replay();
     update();
-    if (!faulty_ || missing_ != Missing::kNothing || !one_in(16)) return;
+    if (!faulty_ || missing_ != Missing::kNothing || !one_in(5)) return;
     call([&] { tested_->finish_reading(); });
     fake::world().streams.until_broken = static_cast<int>(random_() % 3);
   }
@@ -137,7 +137,7 @@ class Program : Comparison {
     const bool offloads = !has(Place::kBeside);
     const bool counts = !faulty_ && offloads && one_in(4), raises = options_.non_finite == NonFinite::kRaise;
     const int64_t step = oracle_->stats().step, copied = counts ? tested_->stats().offload_bytes : 0;
-    const int64_t to_host = fake::copied_to_host(), to_device = fake::copied_to_device();
+    const int64_t to_host = fake::copied_to_host(), to_device = fake::world().copied_to_device;
     bool made = false;
     std::string raised;
     call([&] {
@@ -153,7 +153,7 @@ class Program : Comparison {
       const int64_t bytes = tested_->stats().offload_bytes - copied;
       int64_t whole = 0;
       for (const TensorView& view : weights_.tested) whole += on_device(view) ? static_cast<int64_t>(size_of(view)) : 0;
-      if (fake::copied_to_host() - to_host != bytes || fake::copied_to_device() != to_device ||
+      if (fake::copied_to_host() - to_host != bytes || fake::world().copied_to_device != to_device ||
           (bytes != 0 && bytes != whole))
         differs("bytes that were copied");
     }

@@ -35,7 +35,7 @@ enum Result {
   kCaptureIsolation = 905,
   kCaptureImplicit = 906,
   kCapturedEvent = 907,
-  kCaptureWrongThread = 908,
+  kCaptureWrongThread = 908
 };
 
 /// The work of a graph, one after the other.

@@ -140,18 +140,18 @@ template <class S, class... P>
 __global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
     update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Replay* replay) {
   __shared__ Prepared<S> prepared[kWarps];
-  const Warp warp;
-  Prepared<S>& own = prepared[threadIdx.x / kLanes];
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
+  const uint64_t index = uint64_t{blockIdx.x} * kWarps + static_cast<uint64_t>(warp);
   const Step& used = replay != nullptr ? replay->step : step;
   if (used.num_averages == 0) return;
   const Work table = replay != nullptr ? replay->work : work;
-  if (warp.index >= table.num_tiles) return;
-  const Tile tile = table.tiles[warp.index];
+  if (index >= table.num_tiles) return;
+  const Tile tile = table.tiles[index];
   const Chunk& chunk = table.chunks[tile.chunk];
-  with_parameter<P...>(chunk, [&]<class Q>() { update_tile<Q, S>(chunk, tile, used, warp.lane, own); });
+  with_parameter<P...>(chunk, [&]<class Q>() { update_tile<Q, S>(chunk, tile, used, lane, prepared[warp]); });
   __syncwarp();
-  if (warp.lane == 0 && own.non_finite > 0) {
-    atomicAdd(&table.tally->non_finite, static_cast<unsigned long long>(own.non_finite));
+  if (lane == 0 && prepared[warp].non_finite > 0) {
+    atomicAdd(&table.tally->non_finite, static_cast<unsigned long long>(prepared[warp].non_finite));
     atomicMax(&table.tally->last_chunk, 0xffffffffu - tile.chunk);
   }
 }

@@ -77,7 +77,8 @@ class Memory {
     if (pinned) {
       std::free(begin);
     } else {
-      ::madvise(begin, whole, MADV_DONTNEED);
+      guard_ ? static_cast<void>(std::memset(begin, kPoison, whole))
+             : static_cast<void>(::madvise(begin, whole, MADV_DONTNEED));
       ::mprotect(begin, whole, PROT_NONE);
     }
     return true;

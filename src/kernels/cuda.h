@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -67,15 +68,8 @@ void* pin(
     int index);  ///< host memory that devices copy from and to without a copy in between; made through device `index`
 void unpin(void* memory, int index) noexcept;
 
-/// A copy that goes on.
-class Copy {
- public:
-  virtual ~Copy() = default;
-  virtual void wait() = 0;
-};
-
-/// Between pinned and device memory, behind what device.stream has to do before.
-std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device);
+/// Between pinned and device memory, behind what device.stream has to do before. The host calls the result to wait.
+std::function<void()> begin_copy(void* to, const void* from, size_t bytes, Device device);
 
 /// Copies between a device and pinned memory, one after the other on a stream of their own, beside all else that the
 /// device does. The driver reports a copy that fails where it is begun, or to whoever waits for a mark behind it. One

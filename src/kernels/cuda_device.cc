@@ -1,4 +1,5 @@
 // The CUDA path but for kernels: memory of devices, copies that go on.
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -7,27 +8,6 @@
 
 namespace shardow::kernels::cuda {
 namespace {
-
-class EventCopy final : public Copy {
- public:
-  EventCopy(void* to, const void* from, size_t bytes, Device device)
-      : index_(device.index), event_(std::make_unique<Event>()) {
-    driver().copy(to, from, bytes, device.stream);
-    event_->record(device.stream);
-  }
-  ~EventCopy() override {
-    const DeviceGuard guard(index_, std::nothrow);
-    event_.reset();
-  }
-  void wait() override {
-    const DeviceGuard guard(index_);
-    event_->wait();
-  }
-
- private:
-  int index_;
-  std::unique_ptr<Event> event_;
-};
 
 /// Its stream does not wait for the default one, which would make copies wait for what they are to go on beside.
 class StreamLink final : public Link {
@@ -126,9 +106,18 @@ void finish(const Device& device) {
   driver().synchronize(device.stream);
 }
 
-std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device) {
+std::function<void()> begin_copy(void* to, const void* from, size_t bytes, Device device) {
   const DeviceGuard guard(device.index);
-  return std::make_unique<EventCopy>(to, from, bytes, device);
+  const std::shared_ptr<Event> event(new Event, [index = device.index](const Event* ended) {
+    const DeviceGuard with_context(index, std::nothrow);
+    delete ended;
+  });
+  driver().copy(to, from, bytes, device.stream);
+  event->record(device.stream);
+  return [event, index = device.index] {
+    const DeviceGuard with_context(index);
+    event->wait();
+  };
 }
 
 std::unique_ptr<Link> make_link(int index, size_t num_marks) {

@@ -27,17 +27,10 @@
 namespace shardow::kernels::cuda {
 namespace {
 
-/// Memory as an array of T.
 template <class T>
-class Array {
- public:
-  explicit Array(Memory memory) : memory_(std::move(memory)) {}
-  T* get() const { return reinterpret_cast<T*>(memory_.data()); }
-  void abandon() noexcept { memory_.abandon(); }
-
- private:
-  Memory memory_;
-};
+T* array_in(const Memory& memory) {
+  return reinterpret_cast<T*>(memory.data());
+}
 
 /// Elements per tile: enough tiles to give every warp of the device one, but none so small that its preparation shows.
 uint32_t tile_elements(std::span<const Chunk> chunks, int multiprocessors) {
@@ -116,7 +109,7 @@ class TableImpl final : public Table {
     if (num_tiles_ == 0 || step.num_averages == 0) return;
     const DeviceGuard guard(device_.index);
     const bool captured = capturing(device_);
-    const Replay* const replay = captured ? resources_->replay.get() : nullptr;
+    const Replay* const replay = captured ? array_in<Replay>(resources_->replay) : nullptr;
     captured_ = captured_ || captured;
     launch(kernels_[0], blocks(), device_.stream, captured ? Work{} : work(), step, replay);
   }
@@ -138,17 +131,17 @@ class TableImpl final : public Table {
     const size_t slot = next_slot_++ % kSlots;
     Event& written = resources_->written[slot];
     written.wait();
-    Replay* const pinned = resources_->pinned.get() + slot;
+    Replay* const pinned = array_in<Replay>(resources_->pinned) + slot;
     *pinned = {step, work()};
-    driver().copy(resources_->replay.get(), pinned, sizeof(Replay), device_.stream);
+    driver().copy(array_in<Replay>(resources_->replay), pinned, sizeof(Replay), device_.stream);
     written.record(device_.stream);
   }
 
   Tally read_tally() override {
     const DeviceGuard guard(device_.index);
-    DeviceTally* const read = resources_->read.get();
-    driver().copy(read, resources_->tally.get(), sizeof(DeviceTally), device_.stream);
-    driver().set(resources_->tally.get(), 0, sizeof(DeviceTally), device_.stream);
+    DeviceTally* const read = array_in<DeviceTally>(resources_->read);
+    driver().copy(read, array_in<DeviceTally>(resources_->tally), sizeof(DeviceTally), device_.stream);
+    driver().set(array_in<DeviceTally>(resources_->tally), 0, sizeof(DeviceTally), device_.stream);
     resources_->done.record(device_.stream);
     resources_->done.wait();
     return {static_cast<int64_t>(read->non_finite),
@@ -167,26 +160,24 @@ class TableImpl final : public Table {
 
   struct Resources {
     Resources(const Device& device, size_t num_chunks, size_t num_tiles)
-        : chunks(Memory(std::max<size_t>(num_chunks, 1) * sizeof(Chunk), device)),
-          tiles(Memory(std::max<size_t>(num_tiles, 1) * sizeof(Tile), device)),
-          tally(Memory(sizeof(DeviceTally), device)),
-          replay(Memory(sizeof(Replay), device)),
+        : chunks(std::max<size_t>(num_chunks, 1) * sizeof(Chunk), device),
+          tiles(std::max<size_t>(num_tiles, 1) * sizeof(Tile), device),
+          tally(sizeof(DeviceTally), device),
+          replay(sizeof(Replay), device),
           pinned(Memory::pinned(kSlots * sizeof(Replay), device)),
           read(Memory::pinned(sizeof(DeviceTally), device)),
           written(kSlots) {}
 
-    Array<Chunk> chunks;
-    Array<Tile> tiles;
-    Array<DeviceTally> tally;
-    Array<Replay> replay;
-    Array<Replay> pinned;
-    Array<DeviceTally> read;
+    Memory chunks, tiles, tally, replay, pinned, read;
     std::vector<Event> written;
     Event done;  // of what the host or another stream waits for
   };
 
   unsigned blocks() const { return (num_tiles_ + kWarps - 1) / kWarps; }
-  Work work() const { return {resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()}; }
+  Work work() const {
+    return {array_in<Chunk>(resources_->chunks), array_in<Tile>(resources_->tiles), num_tiles_,
+            array_in<DeviceTally>(resources_->tally)};
+  }
 
   /// Waits for what the table has under way, so that its memory can be freed. A graph may be replayed when the table is
   /// gone: then it reads zeros and does nothing. What it reads is never freed. The zeros come after the replays before,
@@ -195,7 +186,8 @@ class TableImpl final : public Table {
     try {
       std::optional<Stream> aside;
       void* const stream = state_of(device_.stream) == StreamState::kReady ? device_.stream : aside.emplace().get();
-      if (captured_) static_cast<void>(driver().set.status(resources_->replay.get(), 0, sizeof(Replay), stream));
+      if (captured_)
+        static_cast<void>(driver().set.status(array_in<Replay>(resources_->replay), 0, sizeof(Replay), stream));
       driver().synchronize(stream);
     } catch (const Error&) {  // the device has failed: nothing is done or replayed any more
     }
@@ -205,11 +197,11 @@ class TableImpl final : public Table {
   void fill(std::span<const Chunk> chunks, const std::vector<Tile>& tiles) {
     const Stream stream;
     if (num_tiles_ > 0) {
-      driver().copy(resources_->chunks.get(), chunks.data(), chunks.size_bytes(), stream.get());
-      driver().copy(resources_->tiles.get(), tiles.data(), tiles.size() * sizeof(Tile), stream.get());
+      driver().copy(array_in<Chunk>(resources_->chunks), chunks.data(), chunks.size_bytes(), stream.get());
+      driver().copy(array_in<Tile>(resources_->tiles), tiles.data(), tiles.size() * sizeof(Tile), stream.get());
     }
-    driver().set(resources_->tally.get(), 0, sizeof(DeviceTally), stream.get());
-    driver().set(resources_->replay.get(), 0, sizeof(Replay), stream.get());
+    driver().set(array_in<DeviceTally>(resources_->tally), 0, sizeof(DeviceTally), stream.get());
+    driver().set(array_in<Replay>(resources_->replay), 0, sizeof(Replay), stream.get());
     driver().synchronize(stream.get());
   }
 

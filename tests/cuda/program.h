@@ -96,6 +96,7 @@ class Program : Comparison {
 
   /// The Average goes, in a capture now and then. Graphs that were captured of it do nothing any more.
   void end() {
+    if (one_in(2)) train();
     disarm();
     const auto expected = averages_of_oracle();
     std::vector<Replay> empty;

@@ -147,8 +147,8 @@ class Event {
   void record(void* stream) { driver().record(event_, stream); }
   void wait() { driver().wait(event_); }
   void wait_on(void* stream) { driver().wait_for_event(stream, event_, 0); }
-  /// What `stream` is given from here on comes after what `behind` has to do by now. A capture can't wait for what is
-  /// outside of it. Of a stream that is gone nobody knows what it has to do: the host waits for all of the device's.
+  /// Puts what `stream` is given from here on behind what `behind` has to do by now. A capture can't wait for what is
+  /// outside of it. Where `behind` is gone, the host waits for all that the device has to do.
   void order(void* stream, void* behind);
 
  private:

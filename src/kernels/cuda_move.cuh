@@ -13,7 +13,7 @@ __global__ void cast_kernel(const From* from, To* to, int64_t count) {
     convert_group(Access<To>(aligned(from) && aligned(to), warp.lane, count - begin), from + begin, to + begin);
 }
 
-/// Of words of 16 bits, which all four dtypes are made of.
+/// Swaps words of 16 bits, which all four dtypes are made of.
 __device__ inline void swap_group(const Access<uint16_t>& access, uint16_t* a, uint16_t* b) {
   uint16_t x[kPerLane], y[kPerLane];
   access.load(a, x);

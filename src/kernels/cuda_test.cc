@@ -263,12 +263,12 @@ TEST_F(Cuda, SwapEqualsReferenceAndIsUndone) {
   OnDevice on_device(actual);
   std::vector<TensorView> parameters, averages;
   for (size_t i = 0; i < before.size(); ++i) {
-    const Chunk host = swapped[i].chunk(), &there = on_device.chunks[i];
+    const Chunk host = swapped[i].chunk(), &device = on_device.chunks[i];
     reference::swap(const_cast<void*>(host.parameter), host.parameter_dtype, host.averages[0], host.average_dtype,
                     host.count, Direction::kIn);
     const Region region = Region::whole({host.count});
-    parameters.push_back({"p", host.parameter_dtype, region, const_cast<void*>(there.parameter), device_});
-    averages.push_back({"p", host.average_dtype, region, there.averages[0], device_});
+    parameters.push_back({"p", host.parameter_dtype, region, const_cast<void*>(device.parameter), device_});
+    averages.push_back({"p", host.average_dtype, region, device.averages[0], device_});
   }
   for (const Direction direction : {Direction::kIn, Direction::kOut}) {
     cuda::swap(parameters, averages, direction);

@@ -1,4 +1,4 @@
-// What the CUDA path asks of the driver, read from the log of a driver without a device. That averages are right
+// Calls of the driver that the CUDA path makes, read from the log of a driver without a device. That averages are right
 // whatever is called is shown by random programs (programs_test.cc), kernels' numbers by src/kernels/cuda_test.cc.
 #include <gtest/gtest.h>
 

@@ -30,7 +30,7 @@
 
 namespace shardow::testing {
 
-/// What a program leaves out, to show that it would be missed.
+/// A step that a program leaves out, to show that it would be missed.
 enum class Missing {
   kNothing,
   kFinishReading,  ///< the optimizer does not wait for the copies of its weights
@@ -231,7 +231,7 @@ class Comparison {
     fake::fail_allocation(-1);
   }
 
-  /// What failed fails no more; what was under way is ended. An update that was not made is taken from the oracle.
+  /// Ends what failed and what was under way. An update that was not made is taken from the oracle.
   void recover() {
     disarm();
     if (tested_ == nullptr || oracle_ == nullptr) return;

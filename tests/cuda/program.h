@@ -180,7 +180,7 @@ class Program : Comparison {
     look_at(into);
   }
 
-  /// What a reset() that failed has left is mended by the next one alone.
+  /// A reset() that failed is mended by the next one alone.
   void reset() {
     call([&] { tested_->reset(); }, false);
     disarm();

@@ -81,7 +81,7 @@ class Streams {
   void* make(int device, bool blocking) {
     return begin(device, reinterpret_cast<void*>(last_handle_ += 16), blocking).handle;
   }
-  /// What it has is still done; false: there is none
+  /// Ends its handle; what it has is still done. False: there is none.
   bool retire(void* handle) {
     const auto stream =
         std::find_if(streams_.begin(), streams_.end(), [&](const Stream& known) { return known.handle == handle; });
@@ -120,9 +120,9 @@ class Streams {
     }
     return mark;
   }
-  /// Of what the stream has by now; null: nothing
+  /// The mark of what the stream has by now; null: nothing.
   MarkPtr last(int device, void* handle) { return find(device, handle).last; }
-  /// Of all there is
+  /// The marks of all there is.
   std::vector<MarkPtr> all(std::optional<int> device) const {
     std::vector<MarkPtr> marks;
     for (const Stream& stream : streams_) {

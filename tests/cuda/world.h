@@ -68,7 +68,7 @@ struct Kernel {
   int device;
 };
 
-/// What reset() begins anew.
+/// State that reset() begins anew.
 struct Session {
   Options options = {};
   std::vector<Call> log = {};

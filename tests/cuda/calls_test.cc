@@ -5,6 +5,7 @@
 #include <latch>
 #include <map>
 #include <memory>
+#include <mutex>
 
 #include "base/allocations.h"
 #include "comparison.h"
@@ -125,7 +126,10 @@ TEST_F(CudaCalls, TheStreamWaitsForTheLastCopyAndTheHostDoesNot) {
   fake::world().log.clear();
   ema_->update();
   ema_->finish_reading();  // nothing has been copied yet
-  EXPECT_GT(fake::world().streams.pending(), 0u);
+  {
+    const std::lock_guard lock(fake::world().streams.mutex());
+    EXPECT_GT(fake::world().streams.pending(), 0u);
+  }
   EXPECT_EQ(fake::calls_of("stream waits").back().stream, fake::stream(0, 1));
   held.count_down();
   ema_->wait();

@@ -156,6 +156,11 @@ def read_into(parts: Sequence[Part], found: _core.Checkpoint, team: Team, **opti
     return report
 
 
+def read_part(read: Callable[[_core.TensorView], None], part: Part) -> None:
+    """Fills the part by the ``read()`` of a checkpoint. Not collective."""
+    read(*_views([part]))
+
+
 Choose = Callable[[_core.Checkpoint], tuple[Sequence[Part], bool]]
 
 

@@ -18,7 +18,7 @@ from shardow.files import engine
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged, Newest
 from shardow.model.extra_state import FromFile, extra_in
-from shardow.model.match import Fit, Form, compare, fit, matched, unexpected
+from shardow.model.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
 from shardow.model.parts import Held, values_in_file
 from shardow.ranks.gather import Part, take
 from shardow.ranks.store_group import store_group
@@ -84,6 +84,7 @@ def _choose(job: Job, found: _core.Checkpoint | Newest, where: str) -> _Choice:
     lacking = {name for name in job.wanted if name not in keys}
     if not job.strict:
         _refuse_lacking(job, [name for name in job.wanted if name in lacking])
+    refuse_untied(job.held, keys, there, partial(engine.read_part, found.read))
     extra = FromFile(job.held.extra, found)
     _refuse_other_extra(job, extra.values, extra.unexpected)
     plain = values_in_file(found.metadata)
@@ -106,7 +107,7 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     there = extra_in(state, job.held.extra)
     extra = {name: state[key] for key, name in there.items()}
 
-    keys, report = job.team.agree(job.what, lambda: _compared(job, _forms(state, there), extra))
+    keys, report = job.team.agree(job.what, lambda: _compared(job, _forms(state, there), extra, state))
 
     def fill() -> None:
         for part in job.held.parts:
@@ -128,7 +129,7 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     forms, extra = pickle.loads(team.first(job.what, mine))
 
     def compared() -> tuple[dict[str, Any], list[Fill]]:
-        keys, report = _compared(job, forms, extra)
+        keys, report = _compared(job, forms, extra, given)
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
         wants = [Want(key, part.region.encode(), narrower(forms[key].dtype, part.flat.dtype)) for part, key in found]
         return report, [Fill(part, want) for (part, _), want in zip(found, wants, strict=True)]
@@ -148,9 +149,12 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     return _with_extra(job, extra, report)
 
 
-def _compared(job: Job, source: Mapping[str, Form], extra: Collection[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(keys, report). Raises with everything that does not fit; if not strict only with what can't be cast or has
-    another shape.
+def _compared(
+    job: Job, source: Mapping[str, Form], extra: Collection[str], values: State
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """(keys, report). ``values``: of the source, where this rank has them.
+
+    Raises with everything that does not fit; if not strict only with what can't be cast or has another shape.
     """
     _refuse_other_extra(job, extra)
     found = fit(job.held, source, "the source")
@@ -158,6 +162,9 @@ def _compared(job: Job, source: Mapping[str, Form], extra: Collection[str]) -> t
     checked = replace(found, missing=missing)
     (checked if job.strict else checked.only_different()).refuse(job.what, "the source")
     _refuse_lacking(job, missing)
+    whole = [part._replace(region=_core.Region.whole(part.region.shape)) for part in job.held.parts]
+    held = replace(job.held, parts=whole)
+    refuse_untied(held, found.keys, values, lambda part: take(values[part.name].detach(), part.region, part.flat))
     kept = [name for name in found.missing if name not in job.wanted]
     return found.keys, {"missing": missing, "unexpected": found.unexpected, "kept": kept}
 

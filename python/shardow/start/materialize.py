@@ -120,7 +120,8 @@ def load(
         "bytes_read": by this rank, "seconds": float}.
 
     Raises:
-        ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
+        ValueError: something does not fit, or the file is corrupt, or has different tensors under the names of a tied
+            one; FileNotFoundError, OSError, TimeoutError.
     """
     if isinstance(target, nn.Module):
         source = path if isinstance(path, Merged) else Path(path)

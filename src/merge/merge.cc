@@ -224,7 +224,7 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   comm::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });
   agree(group, Clock::now() + options.timeout, [&] { parts.tell(); });
-  sums.check(group, options.timeout, read_once);
+  sums.check(group, options.timeout, read_once, "; what was loaded into holds such sums, and has lost its own values");
   report.bytes_read = sums.bytes_read();
   report.seconds = base::seconds_since(begin);
   return report;

@@ -16,7 +16,7 @@ from shardow.base.checks import invalid, one_of, seconds, whole
 from shardow.base.progress import Progress
 from shardow.checkpoints import manifest, restoring
 from shardow.checkpoints.retention import clear, retire
-from shardow.checkpoints.saving import WHAT, Given, files_to_save
+from shardow.checkpoints.saving import WHAT, Given, files_to_save, half_restored
 from shardow.ema import EMA
 from shardow.files import engine, paths
 from shardow.files.background import settle
@@ -90,7 +90,7 @@ class Checkpoints:
 
         Raises:
             ValueError: ranks that disagree, what is no plain value, an optimizer of other parameters, weights that are
-                averages now;
+                averages now, or that a restore() has filled in part;
             OSError: the disk; TimeoutError: a rank is missing. The steps that were there are there then.
         """
         team = self._team()
@@ -99,6 +99,10 @@ class Checkpoints:
         def given() -> Given:
             manifest.checked_step(step)
             given = Given.of(WHAT, model, averages, optimizer, scheduler)
+            if model in half_restored or averages in half_restored:
+                raise invalid(
+                    f"{WHAT}: a restore() of this model stopped halfway, and it is a mixture; restore() it again"
+                )
             if model is None and averages is None and state is None and not given.scheduler:
                 raise invalid(
                     f"{WHAT}: nothing is given to save; give model=, averages=, optimizer=, scheduler= or state="

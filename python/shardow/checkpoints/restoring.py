@@ -21,7 +21,7 @@ from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.manifest import Manifest
 from shardow.checkpoints.resumed import Resumed, Wanted
 from shardow.checkpoints.retention import clear
-from shardow.checkpoints.saving import Given, prefix
+from shardow.checkpoints.saving import Given, half_restored, prefix
 from shardow.files import engine
 from shardow.model.extra_state import FromFile
 from shardow.model.match import matched
@@ -196,6 +196,8 @@ class Restoring:
 
     @torch.no_grad()
     def take(self, random: bool) -> Any:
+        filled = {self._given.model, self._given.averages} - {None}
+        half_restored.update(filled)
         if self._averages is not None:
             self._averages.take()
         self._read()
@@ -210,6 +212,7 @@ class Restoring:
             )
         elif random and self._random is not None:
             generators.give(bytes(self._random.tolist()))
+        half_restored.difference_update(filled)
         return self.state
 
     def _check(self) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import secrets
 import struct
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ from shardow.ranks.team import Team
 
 WHAT = "Checkpoints.save()"
 _RANDOM = "random"
+#: Models and averages that a restore() began to fill and did not end: a mixture of two steps, until another one ends.
+half_restored: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)

@@ -78,16 +78,16 @@ class _Choice:
     plain: dict[str, Any]
 
 
-def _choose(job: Job, found: _core.Checkpoint | Newest, where: str) -> _Choice:
-    there = found.tensors
+def _choose(job: Job, source: _core.Checkpoint | Newest, where: str) -> _Choice:
+    there = source.tensors
     keys = matched(job.held, there.keys(), where)
     lacking = {name for name in job.wanted if name not in keys}
     if not job.strict:
         _refuse_lacking(job, [name for name in job.wanted if name in lacking])
-    refuse_untied(job.held, keys, there, partial(engine.read_part, found.read))
-    extra = FromFile(job.held.extra, found)
+    refuse_untied(job.held, keys, there, partial(engine.read_part, source.read))
+    extra = FromFile(job.held.extra, source)
     _refuse_other_extra(job, extra.values, extra.unexpected)
-    plain = values_in_file(found.metadata)
+    plain = values_in_file(source.metadata)
     if job.strict:
         named = compare(dict.fromkeys(job.held.values), dict.fromkeys(plain))
         named.refuse(f"{where}: plain values", "the file", hint="strict=False takes the rest")

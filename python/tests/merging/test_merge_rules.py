@@ -130,7 +130,7 @@ def test_sums_that_would_be_infinite_are_an_error(tmp_path: Path) -> None:
         shardow.merge([tmp_path / "step-1.safetensors"], tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
     half = {"w": torch.zeros(3).half(), "b": torch.zeros(3).half()}
-    with pytest.raises(ValueError, match="1 of 'w'"):
+    with pytest.raises(ValueError, match=r"1 of 'w'.*has lost its own values"):
         shardow.load(half, shardow.merged([tmp_path / "step-1.safetensors"]))
     shardow.merge([tmp_path / "step-1.safetensors"], tmp_path / "out", dtype="bfloat16")
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [99840.0, 1.0, torch.inf]

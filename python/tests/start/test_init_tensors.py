@@ -165,15 +165,15 @@ def test_a_file_that_has_a_tied_tensor_under_all_its_names_fits(tmp_path: Path) 
 
 
 def untied(directory: str) -> list[str]:
-    """What is said of an embedding and a head that are tied here, and differ there in the last row alone."""
+    """Returns the errors of sources whose embedding and head, tied in the model, differ in the last row alone."""
     state = {name: tensor.clone() for name, tensor in net(3).state_dict().items()}
     state["head.weight"][-1, -1] = -1.0
-    said = []
+    messages = []
     for source in (f"{directory}/a.safetensors", shardow.merged([f"{directory}/a.safetensors"] * 2), only_rank0(state)):
         model = fsdp2(net(None))
-        said.append(outcome(lambda model=model, source=source: shardow.materialize(model, source))[1])
+        messages.append(outcome(lambda model=model, source=source: shardow.materialize(model, source))[1])
         assert all(param.is_meta for param in model.parameters())
-    return said
+    return messages
 
 
 def test_a_source_with_different_tensors_under_the_names_of_a_tied_one_is_refused(tmp_path: Path) -> None:
@@ -192,5 +192,5 @@ def test_a_source_with_different_tensors_under_the_names_of_a_tied_one_is_refuse
         with pytest.raises(ValueError, match=r"'embed.weight' and 'head.weight' differ in the source"):
             fill(model)
         assert same(model.state_dict(), net(0).state_dict())
-    for said in zip(*ranks.run(2, untied, str(tmp_path)), strict=True):
-        assert all("'embed.weight' and 'head.weight' differ" in one for one in said), said
+    for messages in zip(*ranks.run(2, untied, str(tmp_path)), strict=True):
+        assert all("'embed.weight' and 'head.weight' differ" in text for text in messages), messages

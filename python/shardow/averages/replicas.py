@@ -118,9 +118,7 @@ def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
         ]
         for level, members in _core.plan_exchange(tensors, places(alike[0].local)):
             group, index, _ = alike[0].local.replicas[level]
-            strided = [
-                (alike[i].local, flats[i]) for i, _, _ in members[0] if not alike[i].local.tensor.is_contiguous()
-            ]
+            strided = [(alike[i].local, flats[i]) for i, _, _ in members[0] if not alike[i].local.is_in_order()]
             yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], strided)
 
 

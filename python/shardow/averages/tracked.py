@@ -110,7 +110,7 @@ class Tracked:
     def _find_source(self) -> None:
         weights = self.local.tensor
         self.stage = None
-        if weights.is_contiguous():
+        if self.local.is_in_order():
             return
         if self.stretched:
             raise unsupported(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardow import _core, errors
 from shardow.base.checks import invalid
@@ -55,7 +56,7 @@ class _Latest:
         """(address, first element, the one after the last)."""
         self._tensor = torch.empty(0)  # not both at once
         found, begin = self._read(name, element)
-        self._tensor = found.detach().contiguous()
+        self._tensor = found.detach().resolve_conj().resolve_neg().contiguous()
         return self._tensor.data_ptr(), begin, begin + self._tensor.numel()
 
 
@@ -120,6 +121,11 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
         raise invalid(
             f"{path} has no tensors at its top; say where the weights are: key={inner[0]!r}, of "
             f"{', '.join(map(str, inner))}"
+        )
+    parts = {name: tree_leaves(entry) for name, entry in entries.items() if name not in tensors}
+    if lost := [name for name, leaves in parts.items() if any(isinstance(leaf, torch.Tensor) for leaf in leaves)]:
+        raise invalid(
+            f"{path} has tensors under {lost[0]!r} beside {next(iter(tensors))!r}; merge one part: key={lost[0]!r}"
         )
     return {name: (one.dtype, one.shape) for name, one in tensors.items()}, lambda name, _: (tensors[name], 0)
 

@@ -19,7 +19,7 @@ import shardow
 
 
 def conv(strided: bool, seed: int = 5) -> nn.Module:
-    """Channels last, a transposed matrix, and one in the middle of a wider one."""
+    """Channels last, a transposed matrix, one in the middle of a wider one, and one whose memory has the other sign."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 5, 3), nn.Linear(7, 4, bias=False), nn.Linear(4, 5))
     if strided:
@@ -28,6 +28,8 @@ def conv(strided: bool, seed: int = 5) -> nn.Module:
         wide = torch.zeros(5, 9)
         wide[:, 2:6] = model[3].weight.data
         model[3].weight.data = wide[:, 2:6]
+        model[3].bias.data = torch._neg_view(model[3].bias.data.neg())
+        assert model[3].bias.is_neg()
         assert not any(p.is_contiguous() for p in model.parameters() if p.ndim > 1)
     return model
 

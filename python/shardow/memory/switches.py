@@ -3,7 +3,6 @@ in place, so names, hooks and sharding do not see them."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,25 +18,38 @@ Forward = Callable[..., Any]
 Blocks = bool | str | Callable[[str, nn.Module], bool]
 
 
+class Switch:
+    """A module's forward with a switch on it, until ``is_off``. A deep copy's is of its own module."""
+
+    def __init__(self, module: nn.Module, wrap: Forward) -> None:
+        self.module, self.wrap, self.forward = module, wrap, module.forward
+        self.had_own, self.is_off = "forward" in module.__dict__, False
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs) if self.is_off else self.wrap(self.module, self.forward, *args, **kwargs)
+
+
 class Switches:
-    """What apply() put on a model. ``remove()`` takes it off, once; a block of ``with`` does so at its end."""
+    """What apply() put on a model. ``remove()`` takes it off, in any order with others; a block of ``with`` does so at
+    its end.
+    """
 
     def __init__(self) -> None:
-        self._put: list[tuple[nn.Module, Callable[..., Any], bool]] = []
+        self._put: list[Switch] = []
 
     def put(self, module: nn.Module, wrap: Forward) -> None:
-        had_own = "forward" in module.__dict__
-        before = module.forward
-        module.forward = functools.partial(wrap, module, before)  # a deep copy's is of its own module
-        self._put.append((module, before, had_own))
+        self._put.append(Switch(module, wrap))
 
     def remove(self) -> None:
         while self._put:
-            module, before, had_own = self._put.pop()
-            if had_own:
-                module.forward = before
-            else:
-                module.__dict__.pop("forward", None)
+            removed = self._put.pop()
+            removed.is_off = True
+            while isinstance(top := removed.module.__dict__.get("forward"), Switch) and top.is_off:
+                if top.had_own:
+                    top.module.forward = top.forward
+                else:
+                    del top.module.forward
 
     def __enter__(self) -> Switches:
         return self
@@ -48,8 +60,7 @@ class Switches:
 
 def is_switched(module: nn.Module) -> bool:
     """True where a switch is on it."""
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, functools.partial) and forward.func in (_checkpointed, _without_weights, _autocast)
+    return isinstance(module.__dict__.get("forward"), Switch)
 
 
 def apply(

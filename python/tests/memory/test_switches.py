@@ -146,6 +146,17 @@ def test_names_and_state_are_those_of_before_and_remove_ends_it() -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (0, 2, 1)])
+def test_several_are_removed_in_any_order(order: tuple[int, ...]) -> None:
+    model = Model()
+    handles = [shardow.memory.apply(model) for _ in order]
+    inner = [module for module in model.modules() if "forward" in module.__dict__]
+    for i in order:
+        assert all("forward" in module.__dict__ for module in inner)
+        handles[i].remove()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_a_forward_that_was_the_objects_own_comes_back() -> None:
     model = Model()
     own: Callable[..., torch.Tensor] = lambda x: x  # noqa: E731

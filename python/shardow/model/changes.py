@@ -30,7 +30,7 @@ class Found(Slot):
 
     @classmethod
     def at(cls, slot: Slot, local: LocalTensor, adapter: Adapter, tied: bool = False) -> Found:
-        held = (slot.name, slot.owner, slot.key, slot.recorded, slot.kind, slot.module)
+        held = (slot.name, slot.key, slot.recorded, slot.kind, slot.module)
         return cls(*held, local=local, adapter=adapter, tied=tied)
 
     def memory(self, now: torch.Tensor | None = None) -> torch.Tensor:

@@ -109,6 +109,8 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
                 lost.append(f"'{own[key].name}' (it lies in the memory of '{first}')")
         known = all(key in records and records[key].has_values for key in wanted)
         reset = getattr(module, "reset_parameters", None) or (None if known else _resetting(module, by_model))
+        if known and reset is not None and reset.__module__.startswith("torch.") and not _was_reset(records):
+            reset = None  # torch's constructors call it, but where they were given values
         if reset is None:  # what is written in part has no values, and is found out as such
             records = {key: record for key, record in records.items() if record.has_values}
         if reset is None and not records:
@@ -126,6 +128,11 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
     return ways
 
 
+def _was_reset(records: Mapping[str, Record]) -> bool:
+    """Returns whether the constructor called reset_parameters()."""
+    return any(record.reset for record in records.values())
+
+
 def _resetting(module: nn.Module, by_model: Init | None) -> Callable[[], object] | None:
     if by_model is not None and not hasattr(module, "_reset_parameters"):
         return functools.partial(by_model, module)
@@ -138,21 +145,24 @@ def _reset_and_replay(
 ) -> None:
     tensors = {**module._parameters, **module._buffers}
     found = [(record, tensor.detach()) for key, record in records.items() if (tensor := tensors.get(key)) is not None]
+    was_reset = _was_reset(records)  # by the constructor, which may have replaced a tensor since
     for record, tensor in found:
-        record.replay(tensor, record.made)
+        if record.reset or not was_reset:
+            record.replay(tensor, record.made)
     if reset is not None:
         draw([record.twins for record, _ in found], reset)
     for record, tensor in found:
-        draw([record.twins], functools.partial(record.replay, tensor, record.calls))
+        calls = record.calls if record.reset or not was_reset else [*record.made, *record.calls]
+        draw([record.twins], functools.partial(record.replay, tensor, calls))
 
 
 def _draw(seed: int, numbers: dict[object, int], twins: list[object], draw: Callable[[], object]) -> None:
     """Deep copies draw the same random numbers, each time from one seed."""
-    known = [one for one in twins if one is not None]
+    known = [twin for twin in twins if twin is not None]
     if not known:
         draw()
         return
-    number = next((numbers[one] for one in known if one in numbers), len(numbers))
+    number = next((numbers[twin] for twin in known if twin in numbers), len(numbers))
     numbers.update(dict.fromkeys(known, number))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(hash((seed, number)))

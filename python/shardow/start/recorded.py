@@ -233,44 +233,27 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _on_meta(tree: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor) and one.is_meta]
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+    return [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_inference()]
 
 
 def without_values(tensor: torch.Tensor) -> bool:
     """Memory as torch.empty() gave it, which nobody wrote since. The beginning mostly tells."""
-    if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
-        return False
-    if _has_plain_memory(tensor):
-        size = _head_bytes(tensor)
-        return ctypes.string_at(tensor.data_ptr(), size) == _PATTERN_BYTES[:size]
-    head = tensor.detach().reshape(-1)[: max(_HEAD // tensor.itemsize, 1)].view(torch.uint8)
-    return bool((head == PATTERN).all())
+    size = _head_bytes(tensor)
+    return size > 0 and ctypes.string_at(tensor.data_ptr(), size) == _PATTERN_BYTES[:size]
 
 
 def _mark(tensor: Any) -> None:
-    if (
-        isinstance(tensor, torch.Tensor)
-        and tensor.device.type == "cpu"
-        and tensor.is_floating_point()
-        and tensor.is_contiguous()
-    ):
-        if _has_plain_memory(tensor):
-            ctypes.memset(tensor.data_ptr(), PATTERN, _head_bytes(tensor))
-        else:
-            tensor.detach().view(-1)[: max(_HEAD // tensor.itemsize, 1)].view(torch.uint8).fill_(PATTERN)
-
-
-def _has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Memory of its own, so that a look at it need not be a call of torch, which costs a hundred times as much."""
-    return (
-        type(tensor) in (torch.Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.numel() > 0
-        and tensor.data_ptr() != 0
-    )
+    if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and (size := _head_bytes(tensor)):
+        ctypes.memset(tensor.data_ptr(), PATTERN, size)
 
 
 def _head_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes to look at: of plain memory on the CPU, where no call of torch is needed, which costs a hundred
+    times as much; else 0."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    if not plain or tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.data_ptr() == 0:
+        return 0
     return min(max(_HEAD // tensor.itemsize, 1), tensor.numel()) * tensor.itemsize
 
 

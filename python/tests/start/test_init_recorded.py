@@ -199,12 +199,12 @@ def test_deep_copies_begin_equal() -> None:
         nn.init.normal_(model[2][0].weight)
         return model
 
-    found = built(build)
-    for name, value in found.items():
+    state = built(build)
+    for name, value in state.items():
         if name.startswith("0."):
-            assert torch.equal(found[f"1{name[1:]}"], value), name
-            assert torch.equal(found[f"2{name[1:]}"], value) != (name == "0.0.weight"), name
-    drawn = [value.flatten()[0].item() for name, value in found.items() if value.ndim > 1 and name.startswith("0.")]
+            assert torch.equal(state[f"1{name[1:]}"], value), name
+            assert torch.equal(state[f"2{name[1:]}"], value) != (name == "0.0.weight"), name
+    drawn = [value.flatten()[0].item() for name, value in state.items() if value.ndim > 1 and name.startswith("0.")]
     assert len({*drawn}) == len(drawn)
 
 

@@ -74,9 +74,18 @@ def snapshot(
         file.name = _core.ema_file_name(key)
     write = engine.write_in_background if asynchronous else engine.write
     options["dtype"] = stored
+    averages.team.agree(lineage.WHAT, lambda: _refuse_infinite(files, dtypes.floating(dtype)))
     told = write(files, where / directory_of(now.step), averages.team, progress=progress, **options)
     mine.last = now.step
     return told
+
+
+def _refuse_infinite(files: Sequence[engine.FileParts], dtype: torch.dtype | None) -> None:
+    for part in (part for file in files for part in file.parts if part.flat.is_floating_point() and dtype is not None):
+        lost = part.flat.to(dtype).isinf() & part.flat.isfinite()
+        if lost.any():
+            count = f"{int(lost.sum())} averages of '{part.name}' are beyond the largest {dtype}"
+            raise invalid(f"{lineage.WHAT}: {count}, and would be stored as infinite; give a wider dtype, as bfloat16")
 
 
 _DIRECTORY = re.compile(r"snapshot-(\d{9,})")

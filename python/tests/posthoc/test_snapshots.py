@@ -47,6 +47,19 @@ def test_what_is_due_is_saved_once(tmp_path: Path) -> None:
     ]
 
 
+def test_averages_beyond_the_range_of_the_stored_dtype_are_refused(tmp_path: Path) -> None:
+    model, ema = runs.started(runs.powers(*TWO))
+    with torch.no_grad():
+        model.weight.view(-1)[0] = 7e4
+        model.weight.view(-1)[1] = torch.inf
+    ema.reset()
+    ema.update()
+    with pytest.raises(ValueError, match=r"1 averages of 'weight' are beyond the largest torch.float16"):
+        ema.snapshot(tmp_path, 1, dtype=torch.float16)
+    assert not list(tmp_path.iterdir())
+    assert ema.snapshot(tmp_path, 1, dtype=torch.bfloat16)
+
+
 def test_a_snapshot_is_the_averages_of_its_step(tmp_path: Path) -> None:
     model, ema = runs.started([0.9, 0.99])
     runs.go_on(model, ema, range(1, 21), tmp_path, 20)

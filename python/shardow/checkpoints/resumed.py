@@ -150,7 +150,7 @@ class Resumed:
         groups: list[Tree] = []
         at = 0
         for options, own in zip(self._groups, self._optimizer.param_groups, strict=True):
-            params = list(range(at, at := at + len(own["params"])))
+            params = range(at, at := at + len(own["params"]))  # torch looks for each parameter in it
             names = {"param_names": own["param_names"]} if "param_names" in own else {}
             groups.append({**own, **options, **names, "params": params})
         self._optimizer.load_state_dict({"state": self._state, "param_groups": groups})
@@ -166,7 +166,7 @@ def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
     if not names:
         return there[number] if number < len(there) else {}
     found = [one for one in there if not set(names).isdisjoint(one["params"])]
-    new = [name for name in names if not any(name in one["params"] for one in found)]
+    new = sorted(set(names).difference(*(one["params"] for one in found)))
     if new or len(found) > 1:
         why = f"'{new[0]}' was in none" if new else f"those with '{names[0]}' were {len(found)} groups"
         raise invalid(

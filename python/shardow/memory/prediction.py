@@ -160,8 +160,8 @@ def plan(
     Raises:
         ValueError: options or shapes that make no sense, a model that is sharded already, a batch that the model
             refuses.
-        NotImplementedError: a forward pass that depends on values, nn.LSTM with a batch, an optimizer that can't step on
-            meta.
+        NotImplementedError: a forward pass that depends on values, nn.LSTM with a batch, an optimizer that can't step
+            on meta.
     """
     layout = layout_of(sharding, ranks, shards)
     whole("averages", averages, 0)

@@ -32,7 +32,7 @@ constexpr long double kVanishing = 64 * std::numeric_limits<long double>::epsilo
 using EigenSolver = Eigen::SelfAdjointEigenSolver<Matrix>;
 
 /// Takes n^3 steps, seconds for a thousand snapshots, and Eigen can't be interrupted: where `poll` throws meanwhile, a
-/// thread goes on with memory of its own, and its result is discarded.
+/// thread goes on with its own memory, and its result is discarded.
 std::shared_ptr<const EigenSolver> decomposed(Matrix gram, const Poll& poll) {
   constexpr Eigen::Index kQuick = 150;
   const auto solver = std::make_shared<EigenSolver>();

@@ -99,17 +99,15 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
     for name, module, own in modules:
         records = {key: record for key, record in records_of(module).items() if key in own}
         wanted = [key for key, part in own.items() if part.name in job.wanted]
-        lost += [
-            f"'{join(name, key)}' ({record.problem})"
-            for key, record in records.items()
-            if key in wanted and record.problem
-        ]
-        for key in wanted:
-            if (first := shared.setdefault(id(records.get(key, key)), own[key].name)) != own[key].name:
-                lost.append(f"'{own[key].name}' (it lies in the memory of '{first}')")
+        for key in (key for key in wanted if key in records):
+            first = shared.setdefault(id(records[key]), own[key].name)
+            elsewhere = f"it lies in the memory of '{first}'" if first != own[key].name else None
+            if problem := records[key].problem or elsewhere:
+                lost.append(f"'{join(name, key)}' ({problem})")
         known = all(key in records and records[key].has_values for key in wanted)
         reset = getattr(module, "reset_parameters", None) or (None if known else _resetting(module, by_model))
-        if known and reset is not None and reset.__module__.startswith("torch.") and not _was_reset(records):
+        was_reset = any(record.reset for record in records.values())
+        if known and reset is not None and reset.__module__.startswith("torch.") and not was_reset:
             reset = None  # torch's constructors call it, but where they were given values
         if reset is None:  # what is written in part has no values, and is found out as such
             records = {key: record for key, record in records.items() if record.has_values}
@@ -128,11 +126,6 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
     return ways
 
 
-def _was_reset(records: Mapping[str, Record]) -> bool:
-    """Returns whether the constructor called reset_parameters()."""
-    return any(record.reset for record in records.values())
-
-
 def _resetting(module: nn.Module, by_model: Init | None) -> Callable[[], object] | None:
     if by_model is not None and not hasattr(module, "_reset_parameters"):
         return functools.partial(by_model, module)
@@ -145,7 +138,8 @@ def _reset_and_replay(
 ) -> None:
     tensors = {**module._parameters, **module._buffers}
     found = [(record, tensor.detach()) for key, record in records.items() if (tensor := tensors.get(key)) is not None]
-    was_reset = _was_reset(records)  # by the constructor, which may have replaced a tensor since
+    # By the constructor, which may have replaced a tensor since.
+    was_reset = any(record.reset for record in records.values())
     for record, tensor in found:
         if record.reset or not was_reset:
             record.replay(tensor, record.made)
@@ -159,13 +153,11 @@ def _reset_and_replay(
 def _draw(seed: int, numbers: dict[object, int], twins: list[object], draw: Callable[[], object]) -> None:
     """Deep copies draw the same random numbers, each time from one seed."""
     known = [twin for twin in twins if twin is not None]
-    if not known:
-        draw()
-        return
     number = next((numbers[twin] for twin in known if twin in numbers), len(numbers))
     numbers.update(dict.fromkeys(known, number))
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(hash((seed, number)))
+    with torch.random.fork_rng(devices=[], enabled=bool(known)):
+        if known:
+            torch.default_generator.manual_seed(hash((seed, number)))
         draw()
 
 

@@ -133,10 +133,10 @@ def give_memory(
     try:
         model._apply(give)
     except BaseException:  # out of memory
-        take_memory(model, [tensor for where in known if not (tensor := _now(where[0])).is_meta])
+        take_memory(model, [tensor for where in known if not (tensor := where[0].owner[where[0].key]).is_meta])
         raise
     _join(known)
-    return {slot.name: _now(slot) for where in known for slot in where}
+    return {slot.name: slot.owner[slot.key] for where in known for slot in where}
 
 
 def move_tables(model: nn.Module, device: torch.device | str) -> None:
@@ -161,13 +161,8 @@ def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
     _join(known)
 
 
-def _now(slot: Slot) -> torch.Tensor:
-    found: torch.Tensor = slot.owner[slot.key]
-    return found
-
-
 def _join(known: list[list[Slot]]) -> None:
     """Puts the tensor of the first place into the others; torch gives each a new one."""
     for where in known:
         for slot in where[1:]:
-            slot.owner[slot.key] = _now(where[0])
+            slot.owner[slot.key] = where[0].owner[where[0].key]

@@ -25,7 +25,6 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,9 +62,12 @@ class Call:
     """``whole``: it writes all of the tensor. ``problem``: why it can't be done again."""
 
     function: Callable[..., Any]
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), MappingProxyType({}))
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
     problem: str | None = None
     whole: bool = True
+
+
+_ASSIGNED = Call(torch.Tensor.copy_, problem="its .data was assigned")
 
 
 @dataclass
@@ -151,7 +153,7 @@ class Recorder(TorchFunctionMode):
         known = self._by_storage.get(_address(now))
         record = known[1] if known is not None else Record(id(now), now.numel())
         if known is None and _address(now) in self._computed:
-            record.made = [_lost(self._computed[_address(now)][1])]
+            record.made = [Call(torch.Tensor.copy_, problem=f"{self._computed[_address(now)][1]} of a tensor on meta")]
         elif known is None and not given.is_meta and not without_values(given):
             record.made = [_kept(given)]
         module.__dict__.setdefault(_KEY, {})[key] = record
@@ -173,7 +175,7 @@ class Recorder(TorchFunctionMode):
                 self._written(tensor, func, name, args, kwargs, tensor._version != version)
             if _address(tensor) != address and (known := self._by_storage.get(address)):  # .data was assigned
                 if caller.f_code is not nn.Module._apply.__code__:  # which casts
-                    known[1].made, known[1].calls, known[1].reset = [_lost("an assignment to .data")], [], False
+                    known[1].made, known[1].calls, known[1].reset = [_ASSIGNED], [], False
                 self._by_storage.setdefault(_address(tensor), known)
         if any(address in self._by_storage or address in self._computed for _, address in before):
             self._computed.update({_address(made): (made, name) for made in _on_meta(result)})
@@ -223,10 +225,6 @@ class Recorder(TorchFunctionMode):
         return Call(func, arguments, problems[0] if problems else None, whole)
 
 
-def _lost(how: str) -> Call:
-    return Call(torch.Tensor.copy_, problem=f"{how} of a tensor that is on meta itself")
-
-
 def _address(tensor: torch.Tensor) -> int:
     """Returns what tells storages apart."""
     return tensor.untyped_storage()._cdata
@@ -265,12 +263,11 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def _kept(given: torch.Tensor) -> Call:
     values = given.detach()
     whole = View(tuple(values.size()), torch.empty(values.size(), device="meta").stride(), 0)
-    if values.numel() and bool((values == values.reshape(-1)[0]).all()):
-        return Call(torch.Tensor.copy_, ((whole, values.reshape(-1)[0].clone()), {}))
-    if values.nbytes > MOST:
+    uniform = values.numel() and bool((values == values.reshape(-1)[0]).all())
+    if not uniform and values.nbytes > MOST:
         made = f"{values.nbytes >> 20} MiB of values itself"
         return Call(torch.Tensor.copy_, problem=f"its constructor made {made}, more than meta_init() keeps")
-    return Call(torch.Tensor.copy_, ((whole, values.clone()), {}))
+    return Call(torch.Tensor.copy_, ((whole, (values.reshape(-1)[0] if uniform else values).clone()), {}))
 
 
 def _callers(modules: list[nn.Module]) -> tuple[types.FrameType | None, bool]:

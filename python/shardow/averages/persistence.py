@@ -81,10 +81,9 @@ def snapshot(
 
 
 def _refuse_infinite(files: Sequence[engine.FileParts], dtype: torch.dtype | None) -> None:
-    for part in (part for file in files for part in file.parts if part.flat.is_floating_point() and dtype is not None):
-        lost = part.flat.to(dtype).isinf() & part.flat.isfinite()
-        if lost.any():
-            count = f"{int(lost.sum())} averages of '{part.name}' are beyond the largest {dtype}"
+    for part in (part for file in files for part in file.parts if dtype is not None):
+        if lost := int((part.flat.to(dtype).isinf() & part.flat.isfinite()).sum()):
+            count = f"{lost} averages of '{part.name}' are beyond the largest {dtype}"
             raise invalid(f"{lineage.WHAT}: {count}, and would be stored as infinite; give a wider dtype, as bfloat16")
 
 

@@ -116,17 +116,10 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
         state = state[key]
     entries = state if isinstance(state, Mapping) else {}
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)}
-    inner = [name for name, entry in entries.items() if isinstance(entry, Mapping)]
-    if not tensors and inner:
-        raise invalid(
-            f"{path} has no tensors at its top; say where the weights are: key={inner[0]!r}, of "
-            f"{', '.join(map(str, inner))}"
-        )
-    parts = {name: tree_leaves(entry) for name, entry in entries.items() if name not in tensors}
-    if lost := [name for name, leaves in parts.items() if any(isinstance(leaf, torch.Tensor) for leaf in leaves)]:
-        raise invalid(
-            f"{path} has tensors under {lost[0]!r} beside {next(iter(tensors))!r}; merge one part: key={lost[0]!r}"
-        )
+    leaves = {name: tree_leaves(entry) for name, entry in entries.items() if name not in tensors}
+    if inner := [name for name, found in leaves.items() if any(isinstance(leaf, torch.Tensor) for leaf in found)]:
+        where = f"{', '.join(map(repr, inner))}{f' beside {next(iter(tensors))!r}' if tensors else ''}"
+        raise invalid(f"{path} has tensors under {where}; say where the weights are: key={inner[0]!r}")
     return {name: (one.dtype, one.shape) for name, one in tensors.items()}, lambda name, _: (tensors[name], 0)
 
 

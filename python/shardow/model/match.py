@@ -171,17 +171,16 @@ def _alike(name: str, names: Collection[str], cleaned: Mapping[str, list[str]], 
 
 def unexpected(held: Held, keys: Mapping[str, str], available: Collection[str]) -> list[str]:
     """Returns what is there and not here. A tied tensor may be there under all its names."""
-    used = set(keys.values())
-    rest = [key for key in available if key not in used]
-    tied = doubles(held, keys, rest)
-    return [key for key in rest if key not in tied]
+    known = doubles(held, keys, available).keys() | keys.values()
+    return [key for key in available if key not in known]
 
 
 def doubles(held: Held, keys: Mapping[str, str], available: Collection[str]) -> dict[str, str]:
     """Returns {key there: name here} of further names of tied tensors, of which ``keys`` has one each."""
-    used = set(map(clean_file_key, keys.values()))
-    names = {clean_file_key(alias): name for name in keys for alias in held.names[name]}
-    forms = {key: clean_file_key(key) for key in available}
+    taken = set(keys.values())
+    forms = {key: clean_file_key(key) for key in available if key not in taken}
+    used = set(map(clean_file_key, taken if forms else ()))
+    names = {clean_file_key(alias): name for name in (keys if forms else ()) for alias in held.names[name]}
     return {key: names[form] for key, form in forms.items() if form in names and form not in used}
 
 

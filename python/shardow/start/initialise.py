@@ -101,8 +101,7 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
         wanted = [key for key, part in own.items() if part.name in job.wanted]
         for key in (key for key in wanted if key in records):
             first = shared.setdefault(id(records[key]), own[key].name)
-            elsewhere = f"it lies in the memory of '{first}'" if first != own[key].name else None
-            if problem := records[key].problem or elsewhere:
+            if problem := records[key].problem or (first != own[key].name and f"it lies in the memory of '{first}'"):
                 lost.append(f"'{join(name, key)}' ({problem})")
         known = all(key in records and records[key].has_values for key in wanted)
         reset = getattr(module, "reset_parameters", None) or (None if known else _resetting(module, by_model))

@@ -227,7 +227,7 @@ class Recorder(TorchFunctionMode):
 
 def _address(tensor: torch.Tensor) -> int:
     """Returns what tells storages apart."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _on_meta(tree: Any) -> list[torch.Tensor]:

@@ -117,7 +117,7 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
     entries = state if isinstance(state, Mapping) else {}
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)}
     leaves = {name: tree_leaves(entry) for name, entry in entries.items() if name not in tensors}
-    if inner := [name for name, found in leaves.items() if any(isinstance(leaf, torch.Tensor) for leaf in found)]:
+    if inner := [name for name in leaves if any(isinstance(leaf, torch.Tensor) for leaf in leaves[name])]:
         where = f"{', '.join(map(repr, inner))}{f' beside {next(iter(tensors))!r}' if tensors else ''}"
         raise invalid(f"{path} has tensors under {where}; say where the weights are: key={inner[0]!r}")
     return {name: (one.dtype, one.shape) for name, one in tensors.items()}, lambda name, _: (tensors[name], 0)

@@ -19,6 +19,7 @@ from shardow.model import storage
 from shardow.model.equal import Common, common_of
 from shardow.model.local import refuse_unaverageable
 from shardow.ranks.gather import place, take
+from shardow.ranks.memory import empty
 
 if TYPE_CHECKING:
     from shardow.model.local import LocalTensor
@@ -116,7 +117,7 @@ class Tracked:
             raise unsupported(
                 f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first"
             )
-        self.stage = torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
+        self.stage = empty([self.region.size], weights.dtype, weights.device)
         self.gather()
 
     def gather(self) -> None:

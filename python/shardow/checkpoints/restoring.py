@@ -28,6 +28,7 @@ from shardow.model.match import matched
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Part
+from shardow.ranks.memory import empty
 from shardow.ranks.team import Team
 
 WHAT = "Checkpoints.restore()"
@@ -185,7 +186,7 @@ class Restoring:
         if self._one.world_size != self._team.size:
             return None
         (ranks, length), _ = self._small.form("random")
-        row = torch.empty(length, dtype=torch.uint8)
+        row = empty([length], torch.uint8)
         region = _core.Region.grid([ranks, length], [[(self._team.rank, self._team.rank + 1)], [(0, length)]])
         self._small.read("random", row, region)
         return row

@@ -23,6 +23,7 @@ from shardow.model.local import LocalTensor
 from shardow.model.parts import flat_of
 from shardow.model.view import ModelView
 from shardow.ranks.gather import Part
+from shardow.ranks.memory import empty
 
 
 class Wanted:
@@ -47,7 +48,7 @@ class Wanted:
         if "$tensor" not in mark:
             raise invalid(f"{self._where}: {next(iter(mark))} is nothing that is here")
         shape, dtype = self.form(mark["$tensor"])
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = empty(shape, dtype)
         self.read(mark["$tensor"], tensor, _core.Region.whole(shape))
         return tensor
 
@@ -101,7 +102,7 @@ class _State:
             like.device,
         ):
             return there.detach()
-        return torch.zeros_like(like, dtype=dtype)  # with what is padding of a flat parameter
+        return empty(like.shape, dtype, like.device).zero_()  # with what is padding of a flat parameter
 
 
 class Resumed:

@@ -90,8 +90,8 @@ class EMA(nn.Module):
         self.ema_model: Any = None
         if not lazy_init_ema:
             self.init_ema(ema_model if isinstance(ema_model, nn.Module) or ema_model is None else ema_model())
-        self.register_buffer("initted", torch.tensor(False))
-        self.register_buffer("step", torch.tensor(0))
+        self.register_buffer("initted", torch.tensor(False, device=None))
+        self.register_buffer("step", torch.tensor(0, device=None))
 
     def init_ema(self, ema_model: nn.Module | None = None) -> None:
         """Makes the averaged model. Raises ValueError where the model cannot be copied."""

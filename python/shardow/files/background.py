@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.signals import Held
+from shardow.ranks.memory import empty
 
 CHANNEL = 1  # of the process group's store: the training thread has its own
 _untold: list[SaveHandle] = []  # failed, and nobody knows
@@ -110,7 +111,7 @@ def start(
     size = save.staging_bytes
     if slot.staging is None or slot.staging.numel() < size:
         slot.staging = None
-        slot.staging = torch.empty(size, dtype=torch.uint8)
+        slot.staging = empty([size], torch.uint8)
     save.stage(slot.staging.data_ptr(), size)
     with Held():  # a thread that has begun is known to its slot
         slot.handle = SaveHandle(save, path, committed)

@@ -71,14 +71,13 @@ class Slice:
     def _empty(self, sizes: list[int], ranges: list[range], kept: list[bool]) -> tuple[Any, str, int]:
         """Memory for the result, its dtype in the engine's words, and its address."""
         if self._checkpoint._framework == "torch":
-            import torch
-
             from shardow.model.dtypes import PACKED, dtype_of
+            from shardow.ranks.memory import empty
 
             found = dtype_of(self.name, self.dtype)
             if (packed := PACKED.get(self.dtype, 1)) > 1:
                 sizes = [*sizes[:-1], _packed(self.name, self.dtype, ranges, kept, packed)]
-            tensor = torch.empty(sizes, dtype=found)
+            tensor = empty(sizes, found)
             return tensor, self.dtype, tensor.data_ptr()
         import numpy as np
 

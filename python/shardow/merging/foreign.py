@@ -16,6 +16,7 @@ import torch
 from shardow import _core, errors
 from shardow.base.checks import invalid
 from shardow.model import dtypes
+from shardow.ranks.memory import empty
 
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
 
@@ -49,11 +50,11 @@ class _Latest:
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._tensor = torch.empty(0)
+        self._tensor = torch.empty(0, device="cpu")
 
     def __call__(self, name: str, element: int) -> tuple[int, int, int]:
         """(address, first element, the one after the last)."""
-        self._tensor = torch.empty(0)  # not both at once
+        self._tensor = torch.empty(0, device="cpu")  # not both at once
         found, begin = self._read(name, element)
         self._tensor = found.detach().contiguous()
         return self._tensor.data_ptr(), begin, begin + self._tensor.numel()
@@ -96,7 +97,7 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
         """
         one = stored[name]
         first, last = (0, 1) if not one.size or not one.size.numel() else _band(element, one.size, one.chunks)
-        tensor = torch.empty((last - first, *one.size[1:]) if one.size else (), dtype=one.properties.dtype)
+        tensor = empty((last - first, *one.size[1:]) if one.size else (), one.properties.dtype)
         band = ChunkStorageMetadata(torch.Size([first, *[0] * (len(one.size) - 1)] if one.size else []), tensor.size())
         reader = FileSystemReader(path)
         reader.set_up_storage_reader(metadata, is_coordinator=True)

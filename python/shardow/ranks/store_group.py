@@ -360,4 +360,4 @@ def _refuse(words: list[bytes]) -> tuple[bytes, Sequence[bytes]]:
 
 
 def _tensor(data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8, device="cpu")

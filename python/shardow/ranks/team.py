@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import invalid
+from shardow.ranks.memory import empty
 from shardow.ranks.rounds import MISSING
 from shardow.ranks.store_group import ANSWER, StoreGroup, store_group
 from shardow.ranks.transfers import begun, carrier, default_timeout, finish
@@ -110,7 +111,7 @@ class Team:
     ) -> torch.Tensor:
         """Rank 0's ``full`` on every rank, on its ``device``. Collective."""
         there = carrier(self.process_group, device)
-        moved = full.to(there) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=there)
+        moved = full.to(there) if full is not None else empty(shape, dtype, there)
         if self.process_group is None:
             return moved
         if moved.numel():

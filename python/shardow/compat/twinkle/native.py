@@ -74,7 +74,7 @@ def _mesh_of(mesh: Any) -> DeviceMesh | None:
     """All its ranks in one dimension; None where that is one rank."""
     if mesh is None or getattr(mesh, "mesh_dim_names", None) is None:
         return None
-    flat = torch.as_tensor(mesh.mesh).flatten()
+    flat = torch.as_tensor(mesh.mesh, device="cpu").flatten()
     return DeviceMesh(mesh.device_type or "cuda", flat, mesh_dim_names=("fsdp",)) if flat.numel() > 1 else None
 
 

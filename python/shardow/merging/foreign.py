@@ -126,14 +126,14 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
 
 
 def _loaded(path: Path) -> Any:
-    for mapped in (True, False):  # files of before torch 1.6 can't be mapped
+    for mapped in (True, False):  # files of before torch 1.6 can't be mapped, nor can paths that are no UTF-8
         try:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
         except pickle.UnpicklingError as error:
             raise errors.make(
                 "corrupt", f"{path} has more in it than tensors, which would have to be run to be read: {error}"
             ) from None
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeEncodeError) as error:
             if not mapped:
                 raise errors.make("corrupt", f"{path} is no file of torch.save(): {error}") from None
     raise AssertionError

@@ -82,7 +82,7 @@ class Gatherer:
                 orders = {r: bytes(any(rank == r for rank, _ in who) for who in senders) for r in everybody}
             except Exception as error:
                 failed = error
-                orders = {r: _REFUSED + str(error).encode() for r in everybody}
+                orders = {r: _REFUSED + str(error).encode(errors="backslashreplace") for r in everybody}
         mine = self._team.mail(self._what, orders, [0])[0]
         if failed is not None:
             raise failed

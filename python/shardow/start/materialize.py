@@ -218,7 +218,7 @@ def common_kind(what: str, source: Source, team: Team) -> str:
     """kind_of() what all ranks have. Raises where they have different things, unless rank 0 alone has a mapping.
     Collective.
     """
-    kinds = [kind.decode() for kind in team.gather(what, kind_of(source).encode())]
+    kinds = [kind.decode() for kind in team.gather(what, kind_of(source).encode(errors="backslashreplace"))]
     if len(set(kinds)) == 1:
         return kinds[0]
     if kinds[0] == "a mapping" and set(kinds[1:]) <= {"nothing", _EMPTY}:

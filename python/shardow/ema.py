@@ -20,6 +20,7 @@ from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule,
 from shardow.averages.state_dict import Decay, OptionsFrom
 from shardow.averages.swap import Block
 from shardow.averages.tracked import Source
+from shardow.base.checks import number, whole
 from shardow.base.progress import Progress
 from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
@@ -76,7 +77,6 @@ class EMA:
             rank's devices.
         optimizer: attach() to it.
         timeout: seconds or timedelta, the deadline of every collective call; None: the process group's own.
-        momentum: refused: it would be 1 - decay in one library, and decay in another.
 
     Raises:
         ValueError: an option out of range, ranks that disagree, weights on meta.
@@ -89,7 +89,7 @@ class EMA:
         model: nn.Module,
         decay: float | _core.Schedule | Sequence[float | _core.Schedule] = 0.9999,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
         replicas: Replicas = "split",
         params: Params = "trainable",
@@ -107,12 +107,12 @@ class EMA:
         ring_bytes: int = 128 << 20,
         optimizer: torch.optim.Optimizer | None = None,
         timeout: float | timedelta | None = None,
-        momentum: None = None,
+        **unknown: None,
     ) -> None:
         asked = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step,
-            "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
+            "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, **unknown,
         }  # fmt: skip
         self._averages = Averages(model, decay, asked, source, group, timeout)
         # Bound to the averages, not to self: an EMA that is dropped is freed, though an optimizer's hooks stay.
@@ -132,7 +132,7 @@ class EMA:
             samples: training samples seen so far, for schedules in samples.
         """
         self._attached.refuse_update(self._averages.options.overlap)
-        self._averages.update(step, samples)
+        self._averages.update(None if step is None else whole("step", step), number("samples", samples))
 
     @torch.no_grad()
     def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
@@ -148,7 +148,7 @@ class EMA:
             ValueError: the weights are not those of the capture, or the step draws noise that the captured launch
                 can't.
         """
-        self._averages.prepare_replay(step, samples)
+        self._averages.prepare_replay(None if step is None else whole("step", step), number("samples", samples))
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
         """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.

@@ -16,7 +16,7 @@ from shardow import _core, schedules
 from shardow._core import PosthocPlan as Plan
 from shardow._core import PosthocTerm as Term
 from shardow._core import Schedule, Sweep, SweepPoint
-from shardow.base.checks import invalid, one_of, seconds
+from shardow.base.checks import invalid, number, one_of, seconds, several, whole
 from shardow.base.progress import Progress, shown
 from shardow.files import paths
 
@@ -52,6 +52,7 @@ def plan(
     if (sigma_rel is None) == (schedule is None):
         raise invalid("which average: give sigma_rel=, or schedule= for one that is no power function")
     target = schedules.power(sigma_rel) if sigma_rel is not None else schedules.as_schedules(schedule)[0]  # type: ignore[arg-type]
+    step = None if step is None else whole("step", step)
     continuous = one_of("formula", formula, ("exact", "continuous")) == "continuous"
     return _core.posthoc_plan(Path(paths.to_read(directory)), target, step, continuous)
 
@@ -95,7 +96,8 @@ def synthesize(
     from shardow.files.background import settle
     from shardow.ranks.team import Team
 
-    team = Team(group or (dist.group.WORLD if dist.is_initialized() else None), seconds(timeout))
+    everybody = dist.group.WORLD if dist.is_initialized() else None
+    team = Team(everybody if group is None else group, seconds(timeout))
 
     def check() -> tuple[Plan, str, dict[str, Any]]:
         found = plan(directory, sigma_rel, schedule=schedule, step=step, formula=formula)
@@ -127,7 +129,9 @@ def sweep(
     drawn = None if picture is None else Path(paths.to_write(picture))
     if drawn is not None and drawn.suffix != ".svg":
         raise invalid(f"{drawn}: the picture is an SVG; give a path that ends in .svg")
-    found: Any = _core.posthoc_sweep(Path(paths.to_read(directory)), step, list(sigma_rels))
+    step = None if step is None else whole("step", step)
+    widths = [number("sigma_rels", width) for width in several("sigma_rels", sigma_rels)]
+    found: Any = _core.posthoc_sweep(Path(paths.to_read(directory)), step, widths)
     if drawn is not None:
         drawn.write_text(found.svg(), encoding="utf-8")
     return found  # type: ignore[no-any-return]

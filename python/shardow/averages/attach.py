@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardow import errors
-from shardow.base.checks import invalid, warn
+from shardow.base.checks import invalid, number, warn
 
 #: Training samples of one step, all ranks together; or a function that tells how many have been seen so far.
 Samples = float | Callable[[], float]
@@ -66,7 +66,7 @@ class Attachments:
         found = _innermost(optimizer)
         if any(one._optimizer is found for one in self._all):
             raise invalid("attached to this optimizer already; each step would count twice")
-        if samples is not None and not callable(samples) and not samples > 0:
+        if samples is not None and not callable(samples) and not (samples := number("samples", samples)) > 0:
             raise invalid(
                 f"samples={samples}; give the training samples of one step, more than 0, or a function that tells how "
                 "many"

@@ -10,7 +10,7 @@ import torch
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, one_of, warn, whole
-from shardow.model.dtypes import NAMES
+from shardow.model.dtypes import NAMES, device_of
 from shardow.model.local import LocalTensor
 from shardow.model.view import ModelView
 from shardow.schedules import as_schedules
@@ -92,21 +92,24 @@ _WORDS = {
     "rule": get_args(Rule),
     "nonfinite": get_args(NonFinite),
 }
-_LEAST = {"update_every": 1, "start_step": 0, "seed": 0, "threads": 0, "ring_bytes": 1}
+_BOUNDS = {
+    "update_every": (1, 2**62), "start_step": (0, 2**62), "seed": (0, 2**64 - 1), "threads": (0, 2**31 - 1),
+    "ring_bytes": (1, 2**62),
+}  # fmt: skip
 _ROUNDING: dict[Stochastic, str] = {"auto": "auto", True: "stochastic", False: "nearest"}
 
 
-def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: Any, **asked: Any) -> Options:
-    """``asked``: what goes into Options as it is. Raises ValueError for what is out of range, for momentum= a TypeError
-    too.
+def make_options(*, decay: Any, stochastic: Stochastic, device: Any, **asked: Any) -> Options:
+    """``asked``: what goes into Options as it is. Raises ValueError for what is out of range, for an option that does
+    not exist a TypeError too.
     """
-    if momentum is not None:
+    for name in asked.keys() - Options.__dataclass_fields__.keys():
         hint = ""
-        if isinstance(momentum, float):
-            hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
-        raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
-    dtype = asked["dtype"]
-    if dtype not in DTYPES:
+        if name == "momentum" and isinstance(value := asked[name], float):
+            hint = f" (momentum={value} as a weight of the new value is decay={1 - value})"
+        raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not {name}={hint}")
+    asked["dtype"] = dtype = getattr(torch, asked["dtype"], None) if type(asked["dtype"]) is str else asked["dtype"]
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise invalid(
             f"dtype={dtype}; averages can be {', '.join(map(str, DTYPES))}; torch.float32 is right for weights of any "
             "dtype"
@@ -120,11 +123,11 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
         one_of("params", asked["params"], ("trainable", "all"))
     for name, words in _WORDS.items():
         one_of(name, asked[name], words)
-    for name, least in _LEAST.items():
-        whole(name, asked[name], least)
+    for name, (least, most) in _BOUNDS.items():
+        asked[name] = whole(name, asked[name], least, most)
     return Options(
         schedules=as_schedules(decay),
-        device=None if device is None else torch.device(device),
+        device=None if device is None else device_of(device),
         rounding=_ROUNDING[one_of("stochastic", stochastic, tuple(_ROUNDING))],
         **asked,
     )

@@ -43,12 +43,12 @@ def files_to_save(
         averages.swap.refuse(what)
         if max_shard_size is not None and len(averages.keys) > 1:
             raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
-        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(metadata or {}):
+        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(engine.texts(metadata)):
             raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
         return engine.dtype_and_limit(None, max_shard_size)
 
     options = averages.team.agree(what, check)
-    return _files(averages, averages.ready_to_hand_out(what), metadata or {}), options
+    return _files(averages, averages.ready_to_hand_out(what), engine.texts(metadata)), options
 
 
 def snapshot(
@@ -57,7 +57,7 @@ def snapshot(
 ) -> Report | SaveHandle | None:  # fmt: skip
     """See EMA.snapshot()."""
     where = Path(paths.to_write(directory))
-    whole("every", every, 1)
+    every = whole("every", every, 1)
     stored = stored_as(dtype)
     now = lineage.Counts(*averages.engine.progress)
     if averages.lineage is not None and now.step < averages.lineage.seen.step:
@@ -229,7 +229,7 @@ def export(
 
     parts, options = team.agree("export()", check)
     extra, texts = for_file(extra_states(averages.view.model)) if team.rank == 0 else ([], {})
-    file = engine.FileParts("", [*parts, *extra], {**texts, **(metadata or {})})
+    file = engine.FileParts("", [*parts, *extra], {**texts, **engine.texts(metadata)})
     return engine.write([file], path, team, progress=progress, **options)
 
 
@@ -246,9 +246,10 @@ class Loading:
         self._averages, metadata = averages, files[0].metadata
         self._record, self._state = metadata.get(_core.RECORD_KEY), metadata.get(_core.STATE_KEY, "")
         lineage.check(self._record, len(files), where)  # the same on every rank
+        told = shown(progress, "load", averages.team.rank)
         self._loading = _core.Loading(
-            averages.team.group, averages.engine, files, where, getattr(_core.OptionsFrom, options), strict=strict,
-            verify=verify, timeout=averages.team.timeout, progress=shown(progress, "load", averages.team.rank),
+            averages.team.group, averages.engine, files, where, getattr(_core.OptionsFrom, options),
+            strict=bool(strict), verify=bool(verify), timeout=averages.team.timeout, progress=told,
         )  # fmt: skip
 
     def take(self) -> Report:

@@ -14,7 +14,7 @@ import torch
 from shardow import _core
 from shardow.averages.arena import Arena
 from shardow.averages.options import DTYPES, Options
-from shardow.base.checks import first_of, invalid, unsupported, warn
+from shardow.base.checks import first_of, instance, invalid, unsupported, warn
 from shardow.model import storage
 from shardow.model.equal import Common, common_of
 from shardow.model.local import refuse_unaverageable
@@ -176,9 +176,9 @@ def places(local: LocalTensor) -> list[tuple[int, int]]:
 def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, Source] | None) -> list[Tracked]:
     """Everything that is averaged, with memory for the averages; nothing is copied yet."""
     locals_ = list(locals_)
-    source = source or {}
-    if source and (unknown := set(source) - {local.name for local in locals_}):
-        raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
+    source = {} if source is None else instance("source", source, Mapping)
+    if unknown := set(source) - {local.name for local in locals_}:
+        raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(map(str, unknown)))}")
     tracked = [_tracked(local, options.replicas, source.get(local.name)) for local in locals_]
     homes = [_home(one, options.device) for one in tracked]
     for device in (devices := dict.fromkeys(homes)):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow.averages.state_dict import OptionsFrom
-from shardow.base.checks import invalid, one_of, seconds, whole
+from shardow.base.checks import instance, invalid, one_of, seconds, whole
 from shardow.base.progress import Progress
 from shardow.checkpoints import manifest, restoring
 from shardow.checkpoints.retention import clear, retire
@@ -58,7 +58,8 @@ class Checkpoints:
         self._group, self._timeout = group, seconds(timeout)
 
     def _team(self) -> Team:
-        return Team(self._group or (dist.group.WORLD if dist.is_initialized() else None), self._timeout)
+        everybody = dist.group.WORLD if dist.is_initialized() else None
+        return Team(everybody if self._group is None else self._group, self._timeout)
 
     def save(
         self,
@@ -93,11 +94,10 @@ class Checkpoints:
                 averages now;
             OSError: the disk; TimeoutError: a rank is missing. The steps that were there are there then.
         """
-        team = self._team()
+        team, step = self._team(), whole("step", step)
         settle(team.process_group)
 
         def given() -> Given:
-            manifest.checked_step(step)
             given = Given.of(WHAT, model, averages, optimizer, scheduler)
             if model is None and averages is None and state is None and not given.scheduler:
                 raise invalid(
@@ -160,21 +160,19 @@ class Checkpoints:
                 OSError,
             TimeoutError.
         """
-        team = self._team()
+        team, step = self._team(), None if step is None else whole("step", step)
         asked = {"model": model, "averages": averages, "optimizer": optimizer, "scheduler": scheduler}
         skipped = {name for name, one in asked.items() if isinstance(one, str)}
 
         def check() -> Given:
             for name in skipped:
                 one_of(name, asked[name], ("skip", "from_model") if name == "averages" else ("skip",))
-            for name, how in (absent or {}).items():
+            for name, how in ({} if absent is None else instance("absent", absent, Mapping)).items():
                 if how != _ABSENT.get(name):
                     raise invalid(
                         f"absent={{{name!r}: {how!r}}}; it may have "
                         f"{', '.join(f'{k!r}: {v!r}' for k, v in _ABSENT.items())}"
                     )
-            if step is not None:
-                manifest.checked_step(step)
             named = {name: None if name in skipped else one for name, one in asked.items()}
             given = Given.of(restoring.WHAT, **named)
             if given.optimizer and "model" in skipped:

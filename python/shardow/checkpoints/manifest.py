@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardow import _core, errors
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import unsupported
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "shardow.checkpoint", 1
@@ -208,9 +208,3 @@ def missing(directory: Path, step: int | None) -> Exception:
     there = ", ".join(map(str, steps_in(directory)[:8])) or "none"
     what = "no whole checkpoint" if step is None else f"no checkpoint of step {step}"
     return errors.make("not_found", f"{directory} has {what}; steps there: {there}")
-
-
-def checked_step(step: object) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise invalid(f"step={step!r}; it must be a whole number of at least 0")
-    return step

@@ -204,7 +204,7 @@ class Restoring:
         self._team.agree(WHAT, self._put)
         if self._given.averages is not None and self._averages is None:
             self._given.averages.reset()
-        if random and self._random is None:
+        if random and self._random is None and self._team.rank == 0:
             warn(
                 f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "
                 f"{self._team.size}: they stay as they are; random=False says so"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import instance, invalid, unsupported, whole
 from shardow.base.progress import shown
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
@@ -126,6 +126,11 @@ def _prepared(
         for file, tensors, own in zip(files, views, texts, strict=True)
     ]
     return _core.Save(group, engine_files, target, timeout=team.timeout, progress=progress, **options), memory
+
+
+def texts(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Returns a user's ``metadata=``."""
+    return {} if metadata is None else instance("metadata", metadata, Mapping)  # type: ignore[no-any-return]
 
 
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -252,8 +257,8 @@ def dtype_and_limit(dtype: torch.dtype | str | None, max_shard_size: int | str |
 
 def _bytes(size: int | str | None) -> int:
     """0: no limit."""
-    if size is None or isinstance(size, int):
-        return size or 0
+    if not isinstance(size, str):
+        return whole("max_shard_size", 0 if size is None else size)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     if not match or match[2].upper() not in _UNITS:
         raise invalid(f"max_shard_size={size!r}; give bytes, or a size like '5GB' or '500MiB'")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid
 from shardow.model.modules import is_container, repeated_blocks
 from shardow.model.names import walk
 
@@ -74,6 +74,7 @@ def apply(
     Raises:
         ValueError: there are no such blocks.
     """
+    instance("memory.apply(): model", model, nn.Module)
     chosen, switches = _chosen(model, activation_checkpointing), Switches()
     for module in chosen:
         switches.put(module, _checkpointed)

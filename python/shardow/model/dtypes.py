@@ -1,6 +1,9 @@
-"""What dtypes are called in files and by the engine: the one table, from torch's to theirs and back."""
+"""What dtypes are called in files and by the engine: the one table, from torch's to theirs and back; and devices as
+users name them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -34,6 +37,14 @@ def dtype_of(what: str, name: str) -> torch.dtype:
     if found is None:
         raise unsupported(f"'{what}' is {name}, which torch does not have")
     return found
+
+
+def device_of(device: Any) -> torch.device:
+    """A user's ``device=``. Raises ValueError for what is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise invalid(f"device={device!r}; give a device of torch's, e.g. torch.device('cpu') or 'cuda:1'") from None
 
 
 def floating(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import instance, invalid, unsupported
 from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
@@ -261,8 +261,9 @@ def find(
     """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one
     whose meshes do not tell their group. ``strided``: tensors whose elements don't lie one after another are found too,
     else refused; ``odd``: also what has no elements in memory (sparse, nested, quantised, made of other tensors)."""
-    if not isinstance(model, nn.Module):
-        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
+    instance("model", model, nn.Module)
+    if group is not None:
+        instance("group", group, dist.ProcessGroup)
     with _disable_current_modes():  # whatever somebody does with operations of his own meanwhile
         return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
 

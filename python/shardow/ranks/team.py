@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid
 from shardow.ranks.memory import empty
 from shardow.ranks.rounds import MISSING
 from shardow.ranks.store_group import ANSWER, StoreGroup, store_group
@@ -24,6 +24,8 @@ class Team:
     """``process_group`` None: this process alone, where nothing waits and nothing is exchanged."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> None:
+        if process_group is not None:
+            instance("group", process_group, dist.ProcessGroup)
         self.process_group = process_group
         self.group: _core.Group = _core.solo() if process_group is None else store_group(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow.base.checks import invalid, seconds
+from shardow.base.checks import instance, invalid, seconds
 from shardow.base.progress import Progress
+from shardow.files import paths
 from shardow.files.checkpoint import prepared
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged
@@ -123,14 +124,16 @@ def load(
         ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
     """
     if isinstance(target, nn.Module):
-        source = path if isinstance(path, Merged) else Path(path)
-        options: dict[str, Any] = {"strict": strict, "verify": verify, "progress": progress}
+        if isinstance(path, Mapping):
+            raise invalid("load() reads files; materialize() takes a mapping of tensors: materialize(model, mapping)")
+        source = path if isinstance(path, Merged) else Path(paths.to_read(path))
+        options: dict[str, Any] = {"strict": strict, "verify": bool(verify), "progress": progress}
         return fill_model(Request("load()", target, source, optimizer, **options, group=group, timeout=timeout))
     if optimizer is not None:
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
     held, team = prepared("load()", target, group, timeout, saving=False)
     names = [part.name for part in held.parts]
-    report = fill.from_file(fill.Job("load()", held, team, names, (), strict, verify, progress), path)
+    report = fill.from_file(fill.Job("load()", held, team, names, (), strict, bool(verify), progress), path)
     held.put_back()
     return report
 
@@ -155,8 +158,7 @@ class Request:
 
 def fill_model(request: Request) -> dict[str, Any]:
     model = request.model
-    if not isinstance(model, nn.Module):
-        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
+    instance("model", model, nn.Module)
     team = Team(group_of_model(model, request.group), seconds(request.timeout))
     given: dict[str, torch.Tensor] = {}
     try:
@@ -233,6 +235,8 @@ def kind_of(source: object) -> str:
     if isinstance(source, (str, Path, Merged)):
         return f"the file {source}"
     if isinstance(source, Mapping):
+        for name in source:
+            instance("a name in source", name, str)
         return "a mapping" if source else _EMPTY
     if callable(source):
         return "a function"

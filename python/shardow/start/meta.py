@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid
 from shardow.model import origins
 from shardow.model.dtensor import empty_like
 from shardow.model.groups import meshes_of
@@ -82,6 +82,7 @@ def to_empty(module: nn.Module) -> None:
     """``FullyShardedDataParallel(..., param_init_fn=shardow.to_empty)``: FSDP1 can't wrap what is on meta. This gives a
     module's own tensors that are there memory without values, on the current accelerator or the CPU; FSDP1 shards it at
     once, unit by unit, and materialize() brings the values. What has values keeps them."""
+    instance("to_empty(): module", module, nn.Module)
     accelerator = torch.accelerator.current_accelerator()
     device = torch.device("cpu")
     if accelerator is not None:

@@ -125,19 +125,20 @@ def test_directory_whose_name_is_no_utf8_takes_every_verb(tmp_path: Path) -> Non
     assert shardow.open(folder / "merged").metadata["shardow.merge"]
     shardow.load(model, shardow.merged(inputs))
     shardow.load(model, folder / "merged")
-    with pytest.raises(ValueError, match="\udcff/model.pt"):
+    with pytest.raises(ValueError, match="\udcff/model"):
         shardow.merge([folder / "one.safetensors", folder / "model.pt"], folder / "b", key="weights")
     steps = shardow.Checkpoints(folder / "run", keep=1)
     for step in (1, 2):
         steps.save(step, model, one)
     assert steps.latest() == 2
     steps.restore(model, one)
-    with pytest.raises(FileNotFoundError, match="\udcff/run|xff/run"):
+    with pytest.raises(FileNotFoundError, match="/run has no checkpoint of step 7"):
         steps.restore(model, one, step=7)
 
 
-@pytest.mark.parametrize("text", ["\udcff", "\ud800"])
-def test_error_with_a_lone_surrogate_is_raised(text: str, tmp_path: Path) -> None:
+def test_error_with_a_lone_surrogate_is_raised(tmp_path: Path) -> None:
+    text = "\udcff\ud800"
+
     def failing(name: str, parameter: torch.Tensor) -> bool:
         raise RuntimeError(text)
 

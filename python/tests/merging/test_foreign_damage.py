@@ -80,7 +80,7 @@ def test_chunks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
     chunks = metadata.state_dict_metadata["w"].chunks
     chunks[0] = type(chunks[0])(offsets=torch.Size([1, 0]), sizes=torch.Size([19, 30]))
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(shardow.errors.CorruptError, match="holes.*'w'"):
+    with pytest.raises(shardow.errors.CorruptError, match=r"holes.*'w'"):
         read(path)
 
 

@@ -425,8 +425,8 @@ class EMA:
 
     @property
     def step(self) -> int:
-        """Optimizer steps counted so far."""
-        return int(self._averages.engine.stats()["step"])
+        """Optimizer steps counted so far; any thread may ask, and waits for no update."""
+        return self._averages.step
 
     @property
     def decays(self) -> tuple[str, ...]:
@@ -439,7 +439,7 @@ class EMA:
         step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters,
         elements and bytes of the averages on this rank, bytes_moved and seconds of the last update, held_nonfinite:
         elements kept because their weight was NaN or Inf, since the start, table_bytes: memory of the lists that an
-        update goes through.
+        update goes through. Any thread may ask; it waits for an update under way.
 
         With overlap=True, or averages on the host of weights on a device, also, since the start: offload/hidden_seconds
         of averaging while nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied

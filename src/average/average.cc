@@ -97,7 +97,7 @@ std::span<const TensorView> Average::views(size_t k) const {
 }
 
 AverageStats Average::stats() const {
-  const auto use = impl_->use("stats()");
+  const auto look = impl_->look();
   impl_->wait();
   impl_->read_counts();
   const average::Counters& counters = impl_->counters;
@@ -185,7 +185,7 @@ std::span<const Schedule> Average::schedules() const noexcept {
 }
 
 std::vector<double> Average::decays() const {
-  const auto use = impl_->use("decays()");
+  const auto look = impl_->look();
   Progress alone = progress(impl_->counters.applied_samples + 1);
   alone.delta = 1;
   std::vector<double> decays;

@@ -52,6 +52,7 @@ void Driver::restart(Average& ema) {
 }
 
 Counters Driver::counters(const Average& ema) noexcept {
+  const auto look = ema.impl_->look();
   return ema.impl_->counters;
 }
 

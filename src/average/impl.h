@@ -77,6 +77,8 @@ struct Average::Impl {
   /// First in each call of the face that reads or writes what another call may write.
   [[nodiscard]] average::OneUser::Use use(const char* call) const { return {user, call}; }
 
+  [[nodiscard]] average::OneUser::Look look() const { return average::OneUser::Look(user); }
+
   std::span<const TensorView> whole() const {
     return options.replicas != nullptr ? undivided : parts;
   }  ///< parameters as bound

@@ -257,3 +257,16 @@ def test_a_new_ema_takes_in_unfrozen_and_added_weights() -> None:
     assert report == {"missing": [], "unexpected": ["2.weight", "2.bias"]}
     with pytest.raises(ValueError, match=r"'0\.weight' has shape \[4, 3\] in the state and \[5, 3\] here"):
         shardow.EMA(nn.Sequential(nn.Linear(3, 5)), decay=0.5).load_state_dict(new.state_dict(), strict=False)
+
+
+def test_strided_weights_first_seen_in_inference_mode_are_averaged_afterwards() -> None:
+    model = conv(False)
+    ema = shardow.EMA(model, 0.5)
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    with torch.inference_mode():
+        ema.update()
+    train(model, 1)
+    ema.update()
+    with ema.swapped():
+        pass
+    assert ema.step == 2

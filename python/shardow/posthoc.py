@@ -94,7 +94,7 @@ def synthesize(
 
     from shardow.files import engine
     from shardow.files.background import settle
-    from shardow.ranks.team import Team
+    from shardow.ranks.team import Team, naming
 
     everybody = dist.group.WORLD if dist.is_initialized() else None
     team = Team(everybody if group is None else group, seconds(timeout))
@@ -107,7 +107,10 @@ def synthesize(
     settle(team.process_group)  # a snapshot may be under way
     found, where, options = team.agree("synthesize()", check)
     told = shown(progress, f"synthesize {Path(where).name}", team.rank)
-    report = _core.posthoc_synthesize(team.group, found, Path(where), **options, timeout=team.timeout, progress=told)
+    with naming(f"synthesize() to {where}"):
+        report = _core.posthoc_synthesize(
+            team.group, found, Path(where), **options, timeout=team.timeout, progress=told
+        )
     return {"plan": found, **report}
 
 

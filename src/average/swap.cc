@@ -78,7 +78,7 @@ bool Average::swapped() const noexcept {
 }
 
 void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
-  const Deadline deadline = base::now() + options.timeout;
+  const Deadline deadline = base::after(options.timeout);
   std::optional<Swap> prepared;
   const auto prepare = [&] {
     if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
@@ -115,7 +115,7 @@ void Average::Impl::undo_swap_in() noexcept {
   try {
     exchange_out();
     if (swap->shared)
-      average::all_gather_parts(*options.replicas, swap->whole, swap->steps, base::now() + options.timeout);
+      average::all_gather_parts(*options.replicas, swap->whole, swap->steps, base::after(options.timeout));
     swap.reset();
   } catch (...) {
   }
@@ -191,7 +191,7 @@ void Average::Impl::exchange_out() {
 }
 
 void Average::Impl::swap_out() {
-  const Deadline deadline = base::now() + options.timeout;
+  const Deadline deadline = base::after(options.timeout);
   bool shared = swap && swap->shared;
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_out()", options.timeout);

@@ -92,7 +92,7 @@ TimedCalls::Returned TimedCalls::make(Call call, Caller::Late late) {
     const ssize_t result = call();
     return {result, errno};
   }
-  const Returned returned = caller->make(std::move(call), std::move(late), base::now() + patience);
+  const Returned returned = caller->make(std::move(call), std::move(late), base::after(patience));
   const Lock lock(mutex_);
   if (returned.left) {
     --num_callers_;

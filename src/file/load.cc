@@ -162,8 +162,8 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
   Reader reader(catalog, jobs);
   comm::Parts parts(group, options.timeout, bytes_in_all(*wanted), options.progress);
   parts.run([&] { return reader.part(); });
-  if (asked.told) agree(group, base::now() + options.timeout, [&] { parts.tell(); });
-  if (sums) sums->check(group, jobs, reader.sums(), base::now() + options.timeout);
+  if (asked.told) agree(group, base::after(options.timeout), [&] { parts.tell(); });
+  if (sums) sums->check(group, jobs, reader.sums(), base::after(options.timeout));
   report.bytes_read = reader.bytes();
   report.seconds = base::seconds_since(begin);
   return report;

@@ -121,9 +121,9 @@ struct StagedSave::Plan {
   bool staged = false, begun = false;
 
   const Environment* environment() const { return timed ? &machine : nullptr; }
-  Deadline deadline() const { return base::now() + options.timeout; }
+  Deadline deadline() const { return base::after(options.timeout); }
   Deadline patience() const {
-    return base::now() + options.timeout * 3 / 4;
+    return base::after(options.timeout - options.timeout / 4);
   }  ///< with another save; the ranks wait meanwhile
   file::Storage storage();
   std::deque<file::Output> outputs() const;
@@ -268,7 +268,7 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
   Plan& plan = *plan_;
   const InEnvironment here(plan.environment());
   const bool directory = !plan.hugging_face || path.extension() != ".safetensors";
-  agree(group, base::now() + options.timeout, [&] {
+  agree(group, base::after(options.timeout), [&] {
     check_call(files, options, producer);
     if (directory || options.texts.empty()) return;
     base::fail(Code::kInvalidArgument, "{}: {} goes with a directory, and this is the name of one file", path.string(),

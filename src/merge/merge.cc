@@ -223,7 +223,7 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
   comm::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });
-  agree(group, Clock::now() + options.timeout, [&] { parts.tell(); });
+  agree(group, base::after(options.timeout), [&] { parts.tell(); });
   sums.check(group, options.timeout, read_once);
   report.bytes_read = sums.bytes_read();
   report.seconds = base::seconds_since(begin);

@@ -153,7 +153,7 @@ void Sums::check(Group& group, std::chrono::milliseconds timeout, const std::vec
   const auto join = [&](std::vector<uint64_t>& numbers, Group::Op op) {
     for (size_t i = 0; i < numbers.size(); i += kTogether) {
       const auto some = std::span(numbers).subspan(i, std::min(kTogether, numbers.size() - i));
-      group.all_reduce(some, op, base::now() + timeout);
+      group.all_reduce(some, op, base::after(timeout));
     }
   };
   if (verify_) join(crcs_, Group::Op::kXor);

@@ -28,7 +28,7 @@ from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_o
 from shardow.model.extra_state import extra_states, for_file
 from shardow.model.local import refuse_all_odd
 from shardow.ranks.gather import Part
-from shardow.ranks.team import Team
+from shardow.ranks.team import Team, naming
 
 Report = dict[str, Any]
 Metadata = Mapping[str, str] | None
@@ -204,8 +204,9 @@ def load(
     team = averages.team
     where = team.agree("load()", ready)
     settle(team.process_group)
-    files = _core.open_ema(team.group, averages.engine, where, getattr(_core.OptionsFrom, options), team.timeout)
-    return Loading(averages, files, where, options, strict, verify, progress).take()
+    with naming(f"load() of {where}"):
+        files = _core.open_ema(team.group, averages.engine, where, getattr(_core.OptionsFrom, options), team.timeout)
+        return Loading(averages, files, where, options, strict, verify, progress).take()
 
 
 def export(

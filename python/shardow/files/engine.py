@@ -22,7 +22,7 @@ from shardow.model import dtypes
 from shardow.model.storage import engine_view
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import StoreGroup, store_group
-from shardow.ranks.team import Team
+from shardow.ranks.team import Team, naming
 
 _UNITS = {
     "": 1,
@@ -65,7 +65,7 @@ def opened(path: StrPath, team: Team) -> _core.Checkpoint:
     """Of what the path is now: it stays that version for all who read from it. Collective."""
     settle(team.process_group)
     where = paths.to_read(path)
-    with _several_said(where):
+    with _several_said(where), naming(f"opening {where}"):
         return _core.Checkpoint.open(team.group, where, team.timeout)
 
 
@@ -89,8 +89,9 @@ def write(
 ) -> dict[str, Any]:
     """Saves ``files``. ``committed()`` is called on rank 0 when all is published. Collective."""
     settle(team.process_group)
-    save, _memory = _prepared(team.group, files, path, team, options)
-    report: dict[str, Any] = save.write()
+    with naming(f"save() to {path}"):
+        save, _memory = _prepared(team.group, files, path, team, options)
+        report: dict[str, Any] = save.write()
     if committed is not None and team.rank == 0:
         committed()
     return report
@@ -156,7 +157,8 @@ def read_into(parts: Sequence[Part], found: _core.Checkpoint, team: Team, **opti
     """The engine's load. Collective."""
     reached = _for_engine(parts)
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    report = _core.load(team.group, _views(reached), found, timeout=team.timeout, **told)
+    with naming("load()"):
+        report = _core.load(team.group, _views(reached), found, timeout=team.timeout, **told)
     _bring_back(parts, reached)
     return report
 
@@ -179,7 +181,7 @@ def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> di
         return _views(wanted[1]), strict
 
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    with _several_said(where):
+    with _several_said(where), naming(f"load() of {where}"):
         report = _core.load_chosen(team.group, where, views, timeout=team.timeout, **told)
     _bring_back(*wanted)
     return report
@@ -189,7 +191,8 @@ def read_merged(parts: Sequence[Part], inputs: list[_core.MergeInput], team: Tea
     """The engine's load of a merge. Collective."""
     reached = _for_engine(parts)
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    report = _core.load_merged(team.group, _views(reached), inputs, timeout=team.timeout, **told)
+    with naming("load() of what is merged"):
+        report = _core.load_merged(team.group, _views(reached), inputs, timeout=team.timeout, **told)
     _bring_back(parts, reached)
     return report
 
@@ -201,7 +204,8 @@ def write_merged(
     settle(team.process_group)
     target, texts = team.agree("merge()", lambda: (paths.to_write(path), _texts(metadata)))
     told = {**options, "progress": shown(options.get("progress"), f"merge {Path(target).name}", team.rank)}
-    return _core.merge(team.group, inputs, target, metadata=texts, timeout=team.timeout, **told)
+    with naming(f"merge() to {target}"):
+        return _core.merge(team.group, inputs, target, metadata=texts, timeout=team.timeout, **told)
 
 
 def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,8 @@ class Team:
         self.group: _core.Group = _core.solo() if process_group is None else store_group(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
-        self.timeout = timeout if timeout is not None else default_timeout(process_group)
+        #: Seconds; no clock holds every number.
+        self.timeout = min(timeout if timeout is not None else default_timeout(process_group), 10.0 * 365 * 86400)
         self._whose = ""
 
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
@@ -164,6 +166,17 @@ class Team:
             lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None, self._patience()
         )
         return None if found is None else bytes(found).decode()
+
+
+@contextlib.contextmanager
+def naming(call: str) -> Iterator[None]:
+    """A rank that is missing or fails within the block is reported with the call."""
+    try:
+        yield
+    except (errors.DeadlineError, errors.PeerFailedError) as error:
+        if not error.message.startswith(call):
+            error.message = f"{call}: {error.message}"
+        raise
 
 
 def _told(what: str, error: TimeoutError, begun: bool) -> Exception:

@@ -115,7 +115,6 @@ class EMA:
             "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, **unknown,
         }  # fmt: skip
         self._averages = Averages(model, decay, asked, source, group, timeout)
-        # Bound to the averages, not to self: an EMA that is dropped is freed, though an optimizer's hooks stay.
         self._attached = Attachments(self._averages.update_attached, self._averages.before_step)
         if optimizer is not None:
             self.attach(optimizer)
@@ -151,7 +150,8 @@ class EMA:
         self._averages.prepare_replay(None if step is None else whole("step", step), number("samples", samples))
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
-        """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.
+        """Updates after every optimizer.step() from now on, until ``handle.remove()``, ``ema.detach()``, or the EMA is
+        dropped. Local.
 
         Steps that a GradScaler skips are not counted; with a fused optimizer on CUDA, learning that waits for the
         device. Several optimizers of one model are attached one after another, in the order in which they step: one
@@ -167,6 +167,10 @@ class EMA:
                 the weights are swapped.
         """
         return self._attached.add(optimizer, samples)
+
+    def detach(self) -> None:
+        """Ends every attach() of this EMA, and ``optimizer=``. Local; nothing where it is not attached."""
+        self._attached.remove_all()
 
     # ---- evaluation
 
@@ -375,9 +379,10 @@ class EMA:
         counters are replaced.
 
         Args:
-            strict: False takes what there is: averages that the state lacks stay as they are (those of a new EMA are
-                its model's weights), those that are not wanted are left out. So weights that were added or unfrozen are
-                taken in by a new EMA: ``new.load_state_dict(old.state_dict(), strict=False)``.
+            strict: False takes what fits: averages that the state lacks, or has in another shape, stay as they are
+                (those of a new EMA are its model's weights), those that are not wanted are left out. So weights that
+                were added, replaced or unfrozen are taken in by a new EMA: ``new.load_state_dict(old.state_dict(),
+                strict=False)``.
             options: decays, rule, rounding, update_every, start_step and seed from now on: "file": the state's, with a
                 warning where this EMA was made with others; "own": those that it was made with. Several averages are
                 taken in the order of their decays there.

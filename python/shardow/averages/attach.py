@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +15,36 @@ from shardow.base.checks import invalid, number, warn
 Samples = float | Callable[[], float]
 
 
+_attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Handle]] = weakref.WeakKeyDictionary()
+
+
 class Handle:
-    """Detaches an EMA from an optimizer; as a context manager, at the end of the block."""
+    """Detaches an EMA from an optimizer; as a context manager, at the end of the block. Neither it nor the optimizer
+    keeps the EMA: one that is dropped is detached."""
 
     def __init__(self, attachments: Attachments, optimizer: torch.optim.Optimizer, samples: Samples | None) -> None:
-        self._attachments, self._samples = attachments, samples
+        self._attachments, self._samples = weakref.ref(attachments), samples
         self._optimizer = optimizer
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: attachments.before(self)),
-            optimizer.register_step_post_hook(lambda stepped, *_: attachments.after(self, stepped)),
-        ]
+        handle = weakref.ref(self)
+
+        def before(*_: object) -> None:
+            if (own := handle()) is not None and (all_ := own._attachments()) is not None:
+                all_.before(own)
+
+        def after(stepped: torch.optim.Optimizer, *_: object) -> None:
+            if (own := handle()) is not None and (all_ := own._attachments()) is not None:
+                all_.after(own, stepped)
+
+        hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        self._detach = weakref.finalize(attachments, lambda: [hook.remove() for hook in hooks])
+        self._detach.atexit = False
+        _attached.setdefault(optimizer, weakref.WeakSet()).add(self)
 
     def remove(self) -> None:
         """Ends this attachment alone, once; a second call does nothing."""
-        self._attachments.remove(self)
-        for hook in self._hooks:
-            hook.remove()
+        if (attachments := self._attachments()) is not None and self._detach.alive:
+            attachments.remove(self)
+        self._detach()
 
     def __enter__(self) -> Handle:
         return self
@@ -77,8 +92,17 @@ class Attachments:
                 "weights are averages "
                 "already, before it the points between; an average of either lags further behind than its decay says"
             )
+        if any(other._detach.alive for other in _attached.get(found, ())):
+            warn(
+                f"another EMA is attached to this {type(found).__name__}, and goes on averaging after its steps; where "
+                "it is left over, its detach() ends that"
+            )
         self._all.append(Handle(self, found, samples))
         return self._all[-1]
+
+    def remove_all(self) -> None:
+        for handle in list(self._all):
+            handle.remove()
 
     def remove(self, handle: Handle) -> None:
         for one in (self._all, self._stepped):

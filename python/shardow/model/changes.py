@@ -15,7 +15,8 @@ from shardow.model.slots import Slot, slots
 
 WAY_OUT = (
     "make the EMA after the model has its final form, "
-    "or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
+    "or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False); "
+    "old.detach() ends its updates"
 )
 
 

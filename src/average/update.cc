@@ -26,6 +26,9 @@ constexpr double kStochasticBelow = 5e-5;
 }  // namespace
 
 int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
+  constexpr int64_t kMost = int64_t{1} << 62;
+  if (const int64_t last = step.value_or(counters.step); last >= kMost)
+    fail(Code::kInvalidArgument, "update(step={}): steps are below 2^62", last);
   if (!step) return counters.step + 1;
   if (*step <= counters.step) {
     fail(Code::kInvalidArgument,

@@ -43,9 +43,8 @@ void check_options(std::span<const SaveFile> files, const SaveOptions& options) 
 
 void check_views(std::span<const SaveFile> files, const SaveOptions& options, bool is_produced) {
   for (const SaveFile& file : files) {
+    if (!is_produced) check_memory(file.tensors);
     for (const TensorView& view : file.tensors) {
-      if (view.data == nullptr && view.region.size() > 0 && !is_produced)
-        fail(Code::kInvalidArgument, "'{}' has no memory: its data is null", view.name);
       if (file.exact && options.dtype && view.dtype != *options.dtype && is_floating(view.dtype)) {
         fail(Code::kInvalidArgument,
              "'{}'{}{} is {} and a run goes on from it: dtype {} would round it. Save it without; for inference save "
@@ -136,6 +135,13 @@ void check_call(std::span<const SaveFile> files, const SaveOptions& options, con
   if (producer != nullptr && producer->threads < 1) fail(Code::kInvalidArgument, "{} threads", producer->threads);
   check_options(files, options);
   check_views(files, options, producer != nullptr);
+}
+
+void check_memory(std::span<const TensorView> views) {
+  for (const TensorView& view : views) {
+    if (view.data == nullptr && view.region.size() > 0)
+      fail(Code::kInvalidArgument, "'{}' has no memory: its data is null", view.name);
+  }
 }
 
 Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options,

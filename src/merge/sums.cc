@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <utility>
@@ -138,7 +139,15 @@ uint64_t Sums::count_overflown(std::span<const size_t> inputs, size_t tensor, co
 void Sums::read_input(size_t input, size_t tensor, const TensorView& block, bool counted) {
   bytes_read_ += block.region.size() * dtype_bits(block.dtype) / 8;
   const MergeInput& from = plan_.inputs()[input];
-  if (const auto* const source = std::get_if<1>(&from.tensors)) return (*source)->read(block);
+  if (const auto* const source = std::get_if<1>(&from.tensors)) {
+    try {
+      return (*source)->read(block);
+    } catch (const std::exception&) {
+      throw;
+    } catch (...) {
+      base::fail(Code::kPeerFailed, "{}: its source threw what is no std::exception", from.name);
+    }
+  }
   const file::Catalog& catalog = file::Inside::of(std::get<Checkpoint>(from.tensors));
   const file::Stored& stored = catalog.find(block.name);
   const bool sum = verify_ && counted && stored.crc && !checked_;

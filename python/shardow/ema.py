@@ -77,6 +77,7 @@ class EMA:
             rank's devices.
         optimizer: attach() to it.
         timeout: seconds or timedelta, the deadline of every collective call; None: the process group's own.
+        momentum: refused: it would be 1 - decay in one library, and decay in another.
 
     Raises:
         ValueError: an option out of range, ranks that disagree, weights on meta.
@@ -107,12 +108,12 @@ class EMA:
         ring_bytes: int = 128 << 20,
         optimizer: torch.optim.Optimizer | None = None,
         timeout: float | timedelta | None = None,
-        **unknown: None,
+        momentum: None = None,
     ) -> None:
         asked = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step,
-            "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, **unknown,
+            "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         self._averages = Averages(model, decay, asked, source, group, timeout)
         self._attached = Attachments(self._averages.update_attached, self._averages.before_step)

@@ -16,7 +16,7 @@ from shardow import _core, schedules
 from shardow._core import PosthocPlan as Plan
 from shardow._core import PosthocTerm as Term
 from shardow._core import Schedule, Sweep, SweepPoint
-from shardow.base.checks import invalid, number, one_of, seconds, several, whole
+from shardow.base.checks import invalid, number, one_of, seconds, several, whole, with_torch
 from shardow.base.progress import Progress, shown
 from shardow.files import paths
 
@@ -90,11 +90,12 @@ def synthesize(
         {"plan": what was made, with its residual and bounds, "files": [path], "bytes_read", "bytes_written": by this
         rank, "seconds"}.
     """
-    import torch.distributed as dist
+    with with_torch("synthesize()"):
+        import torch.distributed as dist
 
-    from shardow.files import engine
-    from shardow.files.background import settle
-    from shardow.ranks.team import Team, naming
+        from shardow.files import engine
+        from shardow.files.background import settle
+        from shardow.ranks.team import Team, naming
 
     everybody = dist.group.WORLD if dist.is_initialized() else None
     team = Team(everybody if group is None else group, seconds(timeout))

@@ -133,8 +133,6 @@ def test_a_model_that_is_no_step_is_said_to_be_known(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(shardow.Error, match=r"the EMA knows its own"):
         shardow.EMA(model).update(model)  # type: ignore[arg-type]
-    with pytest.raises(shardow.errors.UnknownOptionError, match=r"takes decay=.*not beta="):
-        shardow.EMA(model, beta=0.9)  # type: ignore[arg-type]
     with pytest.raises(shardow.Error, match=r"DeviceMesh"):
         shardow.wrap(model, None)  # type: ignore[arg-type]
     with pytest.raises(shardow.Error, match=r"materialize\(\)"):

@@ -256,9 +256,12 @@ class Averages:
         self._engine.wait()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            # Ends an update in the background before the memory that it reads is given back.
-            self.wait()
+        """Ends an update in the background before the memory that it reads is given back. At the interpreter's end
+        this module's globals are gone."""
+        try:  # noqa: SIM105
+            self._engine.wait()
+        except Exception:
+            pass
 
     @torch.no_grad()
     def update_by(self, decay: float, weight: float) -> None:

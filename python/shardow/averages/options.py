@@ -99,15 +99,15 @@ _BOUNDS = {
 _ROUNDING: dict[Stochastic, str] = {"auto": "auto", True: "stochastic", False: "nearest"}
 
 
-def make_options(*, decay: Any, stochastic: Stochastic, device: Any, **asked: Any) -> Options:
-    """``asked``: what goes into Options as it is. Raises ValueError for what is out of range, for an option that does
-    not exist a TypeError too.
+def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: Any, **asked: Any) -> Options:
+    """``asked``: what goes into Options as it is. Raises ValueError for what is out of range, for momentum= a TypeError
+    too.
     """
-    for name in asked.keys() - Options.__dataclass_fields__.keys():
+    if momentum is not None:
         hint = ""
-        if name == "momentum" and isinstance(value := asked[name], float):
-            hint = f" (momentum={value} as a weight of the new value is decay={1 - value})"
-        raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not {name}={hint}")
+        if isinstance(momentum, float):
+            hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
+        raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
     asked["dtype"] = dtype = getattr(torch, asked["dtype"], None) if type(asked["dtype"]) is str else asked["dtype"]
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise invalid(

@@ -8,7 +8,7 @@ import contextlib
 import operator
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -84,6 +84,17 @@ def seconds(timeout: float | timedelta | None) -> float | None:
     if not value > 0:
         raise invalid(f"timeout={timeout}; it must be more than 0 seconds")
     return value
+
+
+@contextlib.contextmanager
+def with_torch(what: str) -> Iterator[None]:
+    """Says that ``what`` needs PyTorch, where the block imports it and it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torch":
+            raise
+        raise ImportError(f"{what} needs PyTorch: pip install torch (2.6 or later)") from None
 
 
 def first_of(names: Sequence[str]) -> str:

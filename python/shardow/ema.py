@@ -50,7 +50,8 @@ class EMA:
             everything it holds.
         params: "trainable", "all", or a predicate of (name, parameter).
         buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves
-            them out. Integer buffers are only copied.
+            them out; a predicate of (name, buffer): those are averaged, the others copied. Integer buffers are only
+            copied.
         rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)), "two_products" (e*d + (1-d)*p),
             "difference" (e.sub_((1-d)*(e-p))), "fused_difference" (e.sub_(e-p, alpha=1-d)) or "quotient" (e + (p-e) /
             (1/(1-d))): bit-equal to those forms.

@@ -137,7 +137,10 @@ def test_import_leaves_heavy_modules_out(module: str) -> None:
     ],
 )
 def test_without_torch_what_needs_it_says_so(use: str) -> None:
-    code = f"import sys; sys.modules['torch'] = None\nimport shardow\ntry:\n    {use}\nexcept ImportError as e:\n    print(e)"
+    code = (
+        "import sys; sys.modules['torch'] = None\nimport shardow\ntry:\n    " + use + "\nexcept ImportError as e:"
+        "\n    print(e)"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "needs PyTorch: pip install torch" in done.stdout
 

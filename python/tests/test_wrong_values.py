@@ -27,7 +27,7 @@ WRONG: tuple[Any, ...] = (
     True, lambda: None, 1j,
 )  # fmt: skip
 #: Where a function is asked for, which may raise what it likes.
-FUNCTIONS = {"params", "progress", "source", "units", "samples", "loss", "activation_checkpointing"}
+FUNCTIONS = {"params", "buffers", "progress", "source", "units", "samples", "loss", "activation_checkpointing"}
 #: What a call may do with anything: Python's own truth values.
 ANY_TRUTH = {
     "verify", "strict", "asynchronous", "per_step", "normalize", "complete", "overlap", "random", "bf16", "warmup",

@@ -27,15 +27,14 @@ class Handle:
         self._optimizer = optimizer
         handle = weakref.ref(self)
 
-        def before(*_: object) -> None:
+        def call(verb: Callable[[Attachments, Handle], None]) -> None:
             if (own := handle()) is not None and (all_ := own._attachments()) is not None:
-                all_.before(own)
+                verb(all_, own)
 
-        def after(stepped: torch.optim.Optimizer, *_: object) -> None:
-            if (own := handle()) is not None and (all_ := own._attachments()) is not None:
-                all_.after(own, stepped)
-
-        hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        hooks = [
+            optimizer.register_step_pre_hook(lambda *_: call(Attachments.before)),
+            optimizer.register_step_post_hook(lambda *_: call(Attachments.after)),
+        ]
         self._detach = weakref.finalize(attachments, lambda: [hook.remove() for hook in hooks])
         self._detach.atexit = False
         _attached.setdefault(optimizer, weakref.WeakSet()).add(self)
@@ -116,8 +115,8 @@ class Attachments:
             self.settle()
             self._ready()
 
-    def after(self, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
-        if _skipped(optimizer):
+    def after(self, handle: Handle) -> None:
+        if _skipped(handle._optimizer):
             return
         self._stepped.append(handle)
         if handle is self._all[-1]:

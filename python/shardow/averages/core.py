@@ -232,7 +232,7 @@ class Averages:
         try:
             self._warn_of(update())
         finally:
-            if not attached or self.options.buffers == "average":
+            if not attached or self.options.averages_buffers:
                 self.swap.finish_reading()
 
     def prepare_replay(self, step: int | None, samples: float) -> None:

@@ -20,7 +20,7 @@ DTYPES = {dtype: NAMES[dtype] for dtype in (torch.float32, torch.float64, torch.
 
 Params = Literal["trainable", "all"] | Callable[[str, torch.Tensor], bool]
 Replicas = Literal["split", "copy"]
-Buffers = Literal["copy", "average", "ignore"]
+Buffers = Literal["copy", "average", "ignore"] | Callable[[str, torch.Tensor], bool]
 Rule = Literal["lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient"]
 Stochastic = bool | Literal["auto"]
 NonFinite = Literal["hold", "propagate", "raise"]
@@ -51,14 +51,20 @@ class Options:
             return bool(self.params(weight.name, weight.tensor))
         return self.params == "all" or weight.requires_grad
 
+    @property
+    def averages_buffers(self) -> bool:
+        return callable(self.buffers) or self.buffers == "average"
+
     def chosen(self, view: ModelView) -> list[LocalTensor]:
         """Parameters, and buffers where they are averaged, in the model's order."""
         chosen = [one for one in view.parameters if self.wants(one)]
         if not chosen:
             raise invalid(f"no parameter is averaged: params={self.params!r} chose none of {len(view.parameters)}")
-        if self.buffers == "average":
+        if self.averages_buffers:
             view.watch_buffers = True
             buffers = [one for one in view.buffers if one.tensor.is_floating_point()]
+            if callable(self.buffers):
+                buffers = [one for one in buffers if self.buffers(one.name, one.tensor)]
             if buffers and self.overlap:
                 why = f"nothing would keep the next forward from writing '{buffers[0].name}' while it is averaged"
                 raise invalid(f"overlap=True with buffers='average': {why}; take buffers='copy', or leave overlap out")
@@ -72,26 +78,16 @@ class Options:
         # `raise` is a keyword of Python.
         non_finite = "hold" if holds else self.nonfinite.replace("raise", "raise_")
         return _core.AverageOptions(
-            schedules=self.schedules,
-            dtype=DTYPES[self.dtype],
-            rule=getattr(_core.Rule, self.rule),
-            rounding=getattr(_core.Rounding, self.rounding),
-            non_finite=getattr(_core.NonFinite, non_finite),
-            update_every=self.update_every,
-            start_step=self.start_step,
-            seed=self.seed,
-            num_threads=self.threads,
-            overlap=self.overlap and not offloaded,
-            ring_bytes=self.ring_bytes,
-        )
+            schedules=self.schedules, dtype=DTYPES[self.dtype], rule=getattr(_core.Rule, self.rule),
+            rounding=getattr(_core.Rounding, self.rounding), non_finite=getattr(_core.NonFinite, non_finite),
+            update_every=self.update_every, start_step=self.start_step, seed=self.seed, num_threads=self.threads,
+            overlap=self.overlap and not offloaded, ring_bytes=self.ring_bytes,
+        )  # fmt: skip
 
 
 _WORDS = {
-    "replicas": get_args(Replicas),
-    "buffers": get_args(Buffers),
-    "rule": get_args(Rule),
-    "nonfinite": get_args(NonFinite),
-}
+    "replicas": get_args(Replicas), "rule": get_args(Rule), "nonfinite": get_args(NonFinite),
+}  # fmt: skip
 _BOUNDS = {
     "update_every": (1, 2**62), "start_step": (0, 2**62), "seed": (0, 2**64 - 1), "threads": (0, 2**31 - 1),
     "ring_bytes": (1, 2**62),
@@ -121,6 +117,8 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
         )
     if not callable(asked["params"]):
         one_of("params", asked["params"], ("trainable", "all"))
+    if not callable(asked["buffers"]):
+        one_of("buffers", asked["buffers"], ("copy", "average", "ignore"))
     for name, words in _WORDS.items():
         one_of(name, asked[name], words)
     for name, (least, most) in _BOUNDS.items():

@@ -78,9 +78,9 @@ def check(
         other = [name for name, *_ in joined.different]
         joined.missing += other
         joined.unexpected += [joined.keys[name] for name in other]
-    (joined if strict else replace(joined.only_different(), different=[])).refuse(
-        what, "the state", hint=HINT if strict else ""
-    )
+        replace(joined.only_different(), different=[]).refuse(what, "the state")
+    else:
+        joined.refuse(what, "the state", hint=HINT)
     return copies, {"missing": joined.missing, "unexpected": joined.unexpected}
 
 

@@ -19,7 +19,7 @@ from shardow.checkpoints.retention import clear, retire
 from shardow.checkpoints.saving import WHAT, Given, files_to_save
 from shardow.ema import EMA
 from shardow.files import engine, paths
-from shardow.files.background import settle
+from shardow.files.background import SaveHandle, settle
 from shardow.ranks.team import Team
 
 _ABSENT = {"averages": "from_model", "optimizer": "keep", "scheduler": "keep"}
@@ -72,7 +72,7 @@ class Checkpoints:
         asynchronous: bool = False,
         *,
         progress: Progress | None = None,
-    ) -> Any:
+    ) -> dict[str, Any] | SaveHandle:
         """All that is given as ``step``, in place of a step of that number. Collective.
 
         Args:
@@ -181,13 +181,8 @@ class Checkpoints:
 
         given = team.agree(restoring.WHAT, check)
         settle(team.process_group)
-        facts = {
-            "step": step,
-            "skipped": sorted(skipped),
-            "absent": dict(absent or {}),
-            "random": random,
-            "options": options,
-        }
+        facts = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {}), "random": random}
+        facts["options"] = options
         team.same(restoring.WHAT, facts)
         step, one, files = restoring.opened(self.directory, step, team)
         where = str(self.directory / manifest.directory_of(step))

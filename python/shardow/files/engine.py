@@ -24,18 +24,8 @@ from shardow.ranks.gather import Part
 from shardow.ranks.store_group import StoreGroup, store_group
 from shardow.ranks.team import Team, naming
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_UNITS = {"": 1, "B": 1} | {f"{unit}{b}": base**k for base, b in ((10**3, "B"), (2**10, "IB"))
+                            for k, unit in enumerate("KMGT", 1)}  # fmt: skip
 
 
 @dataclass

@@ -105,16 +105,9 @@ def merge(
             NotImplementedError: element types below 16 bits. OSError, TimeoutError. Nothing is published then.
     """
     what = merged(
-        inputs,
-        weights=weights,
-        normalize=normalize,
-        ema=ema,
-        per_step=per_step,
-        lawa=lawa,
-        curve=curve,
-        steps=steps,
+        inputs, weights=weights, normalize=normalize, ema=ema, per_step=per_step, lawa=lawa, curve=curve, steps=steps,
         key=key,
-    )
+    )  # fmt: skip
     everybody = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     team = Team(everybody if group is None else group, seconds(timeout))
     if kept := {_core.MERGE_KEY} & set(engine.texts(metadata)):
@@ -122,13 +115,7 @@ def merge(
     opened = what.open("merge()", team)
     options = team.agree("merge()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
     report = engine.write_merged(
-        opened.inputs,
-        out,
-        team,
-        formula=opened.coefficients.formula,
-        metadata=metadata or {},
-        verify=bool(verify),
-        progress=progress,
-        **options,
-    )
+        opened.inputs, out, team, formula=opened.coefficients.formula, metadata=metadata or {}, verify=bool(verify),
+        progress=progress, **options,
+    )  # fmt: skip
     return {**report, "formula": opened.coefficients.formula, "index_error": opened.coefficients.index_error}

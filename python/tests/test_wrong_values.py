@@ -99,7 +99,10 @@ def outcome(call: Callable[[], Any]) -> str:
     return "fine"
 
 
-def test_every_argument_takes_numbers_of_all_kinds_and_refuses_what_is_wrong(tmp_path: Path) -> None:
+def test_every_argument_takes_numbers_of_all_kinds_and_refuses_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     calls = Calls(tmp_path)
     raw: list[str] = []
 

@@ -276,8 +276,10 @@ Storage prepare(Draft& draft, const Sizes& files, bool several_hosts, Until unti
   for (const auto& [name, bytes] : files) needed += bytes;
   const base::Space space = base::space_at(parent);
   if (space.free_bytes < needed) {
-    fail(Code::kOutOfSpace, "{}: the checkpoint takes {} bytes, {} are free; nothing was written", parent.string(),
-         needed, space.free_bytes);
+    throw Error(Code::kOutOfSpace,
+                fmt::format("{}: the checkpoint takes {} bytes, {} are free; nothing was written", parent.string(),
+                            needed, space.free_bytes),
+                ENOSPC);
   }
   const Storage storage = probe(draft, files, !(space.fuse && several_hosts), until);
   if (!storage.rename) {

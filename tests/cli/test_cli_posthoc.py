@@ -50,6 +50,14 @@ def test_it_is_what_python_makes(snapshots: Path, tmp_path: Path, step: int | No
     )
 
 
+def test_without_an_output_the_plan_is_shown(snapshots: Path, tmp_path: Path) -> None:
+    plan = shardow.posthoc.plan(snapshots, sigma_rel=0.15)
+    assert told("posthoc", snapshots, "--sigma-rel", "0.15", cwd=tmp_path) == str(plan)
+    found = told_json("posthoc", snapshots, "--sigma-rel", "0.15")
+    assert (found["residual"], found["files"]) == (plan.residual, [])
+    assert not list(tmp_path.iterdir())
+
+
 def test_threads_change_nothing(snapshots: Path, tmp_path: Path) -> None:
     for threads in (1, 4):
         told(
@@ -71,7 +79,7 @@ def test_a_sweep_is_a_picture_and_writes_nothing_else(snapshots: Path, tmp_path:
 def test_wrong_calls(snapshots: Path, tmp_path: Path) -> None:
     for words, status, message in (
         ([snapshots], 2, "--sweep"),
-        ([snapshots, "--sigma-rel", "0.1"], 2, "-o"),
+        ([snapshots, "--step", "70"], 2, "--sigma-rel"),
         ([snapshots, "--sigma-rel", "0.1", "-o", "-"], 2, "give ./-"),
         ([snapshots, "--sigma-rel", "0.9", "-o", tmp_path / "o.safetensors"], 2, "0.28"),
         ([snapshots, "--sigma-rel", "0.1", "--sweep", tmp_path / "x.svg"], 2, "excludes"),

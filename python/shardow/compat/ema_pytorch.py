@@ -216,6 +216,14 @@ class EMA(nn.Module):
             follower = _following(ma_model, current_model, self._fate)
         follower.update(current_model, decay, 1.0 - decay)
 
+    def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
+        """For a subclass that has its own update_moving_average(); on whichever devices they are."""
+        tgt.copy_(src)
+
+    def inplace_lerp(self, tgt: torch.Tensor, src: torch.Tensor, weight: float) -> None:
+        """As inplace_copy()."""
+        tgt.lerp_(src.to(tgt.device), weight)
+
     def copy_params_from_model_to_ema(self) -> None:
         self._follower(back=False, whole=True).copy(self.model)
 

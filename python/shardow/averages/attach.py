@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shardow import errors
 from shardow.base.checks import invalid, number, warn
@@ -35,7 +36,7 @@ class Handle:
             optimizer.register_step_pre_hook(lambda *_: call(Attachments.before)),
             optimizer.register_step_post_hook(lambda *_: call(Attachments.after)),
         ]
-        self._detach = weakref.finalize(attachments, lambda: [hook.remove() for hook in hooks])
+        self._detach = weakref.finalize(attachments, _remove, hooks)
         self._detach.atexit = False
         _attached.setdefault(optimizer, weakref.WeakSet()).add(self)
 
@@ -50,6 +51,11 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class Attachments:

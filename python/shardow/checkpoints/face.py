@@ -170,8 +170,8 @@ class Checkpoints:
 
         given = team.agree(restoring.WHAT, check)
         settle(team.process_group)
-        facts = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {}), "random": random}
-        facts["options"] = options
+        facts: dict[str, Any] = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {})}
+        facts |= {"random": random, "options": options}
         team.same(restoring.WHAT, facts)
         step, one, files = restoring.opened(self.directory, step, team)
         where = str(self.directory / manifest.directory_of(step))

@@ -121,7 +121,7 @@ def _prepared(
 
 def texts(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
     """Returns a user's ``metadata=``."""
-    return {} if metadata is None else instance("metadata", metadata, Mapping)  # type: ignore[no-any-return]
+    return {} if metadata is None else instance("metadata", metadata, Mapping)
 
 
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -120,8 +120,8 @@ def give_memory(
     if tables := {slot.name for where in known if all(one.kind == "table" for one in where) for slot in where}:
         lost = f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}"
         raise invalid(
-            f"{lost}; build the model under shardow.meta_init(), and with device='cpu' what its constructor makes on the "
-            "device of a parameter, which is meta there"
+            f"{lost}; build the model under shardow.meta_init(), and with device='cpu' what its constructor makes on "
+            "the device of a parameter, which is meta there"
         )
     meshes = meshes_of(slot.recorded for slot in slots(model))
     # The device of what is not sharded, as persistent buffers.

@@ -85,8 +85,8 @@ def synthesize(
         from shardow.files.background import settle
         from shardow.ranks.team import Team, naming
 
-    everybody = dist.group.WORLD if dist.is_initialized() else None
-    team = Team(everybody if group is None else group, seconds(timeout))
+    world = dist.group.WORLD if dist.is_initialized() else None
+    team = Team(world if group is None else group, seconds(timeout))
 
     def check() -> tuple[Plan, str, dict[str, Any]]:
         found = plan(directory, sigma_rel, schedule=schedule, step=step, formula=formula)

@@ -237,12 +237,12 @@ void bind_average(nb::module_& m) {
       .def_prop_ro(
           "progress",
           [](const Average& self) {
-            average::Counters now;
+            average::Counters counters;
             {
               const nb::gil_scoped_release release;
-              now = Driver::counters(self);
+              counters = Driver::counters(self);
             }
-            return std::tuple(now.step, now.updates, now.applied_step, now.applied_samples);
+            return std::tuple(counters.step, counters.updates, counters.applied_step, counters.applied_samples);
           },
           "(steps counted, updates applied, the step of the last that changed the averages, samples by then), without "
           "waiting.")

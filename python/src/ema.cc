@@ -98,8 +98,8 @@ void bind_ema(nb::module_& m) {
       "Collective.");
   m.def(
       "taken_as",
-      [](const Keys& theirs, const Keys& own, OptionsFrom from, const std::filesystem::path& where) {
-        return ema::taken_as(theirs, own, from, where.string());
+      [](const Keys& saved, const Keys& own, OptionsFrom from, const std::filesystem::path& where) {
+        return ema::taken_as(saved, own, from, where.string());
       },
       "theirs"_a, "own"_a, "options"_a, "where"_a,
       "The key in a saved EMA of each average here; raises where their numbers differ.");

@@ -39,7 +39,7 @@ nb::object to_text(const std::string& message) {
 
 std::string bytes_of(nb::handle text) {
   PyObject* encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogateescape");
-  if (encoded == nullptr) {  // a surrogate that stands for no byte
+  if (encoded == nullptr) {  // a surrogate without a byte
     PyErr_Clear();
     encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace");
   }

@@ -106,7 +106,7 @@ def test_every_argument_takes_numbers_of_all_kinds_and_refuses_what_is_wrong(
     calls = Calls(tmp_path)
     raw: list[str] = []
 
-    def given(function: Callable[..., Any], fixed: dict[str, Any], name: str, value: Any) -> str:
+    def ended(function: Callable[..., Any], fixed: dict[str, Any], name: str, value: Any) -> str:
         try:
             return outcome(lambda: function(value) if name == "index" else function(**{**fixed, name: value}))
         except Exception as error:
@@ -116,19 +116,25 @@ def test_every_argument_takes_numbers_of_all_kinds_and_refuses_what_is_wrong(
             calls.ema.restore()
 
     for function, fitting in calls.table().items():
-        parameters = [one for one in inspect.signature(function).parameters.values() if one.kind != one.VAR_KEYWORD]
+        parameters = [
+            parameter
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind != parameter.VAR_KEYWORD
+        ]
         needed = {
-            one.name: REQUIRED[one.name] for one in parameters if one.default is one.empty and one.name in REQUIRED
+            parameter.name: REQUIRED[parameter.name]
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.name in REQUIRED
         }
-        for name in [one.name for one in parameters]:
+        for name in [parameter.name for parameter in parameters]:
             for value in () if name in ANY_TRUTH else WRONG:
                 if not (callable(value) and name in FUNCTIONS):
-                    given(function, {**needed, **fitting}, name, value)
+                    ended(function, {**needed, **fitting}, name, value)
             for value, twins in TWINS:
-                expected = given(function, {**needed, **fitting}, name, value)
+                expected = ended(function, {**needed, **fitting}, name, value)
                 for twin in twins:
-                    if (found := given(function, {**needed, **fitting}, name, twin)) not in (expected, "raw"):
-                        raw.append(f"{function.__qualname__}({name}={twin!r}): {found}, where {value} is {expected}")
+                    if (ending := ended(function, {**needed, **fitting}, name, twin)) not in (expected, "raw"):
+                        raw.append(f"{function.__qualname__}({name}={twin!r}): {ending}, where {value} is {expected}")
     assert not raw, "\n".join(["", *raw])
 
 

@@ -16,10 +16,10 @@ class OneUser {
  public:
   explicit OneUser(std::string whose) : whose_(std::move(whose)) {}
 
-  /// While it lives its thread reads figures, which nobody writes meanwhile.
+  /// While it lives its thread reads figures, which no thread writes meanwhile.
   class Look {
    public:
-    explicit Look(OneUser& one) : one_(one), outermost_(one.claim(&reading_, &mark_) == nullptr) {}
+    explicit Look(OneUser& user) : one_(user), outermost_(user.claim(&reading_, &mark_) == nullptr) {}
     ~Look() {
       if (outermost_) one_.user_.store(nullptr, std::memory_order_release);
     }
@@ -35,9 +35,9 @@ class OneUser {
   class Use {
    public:
     Use(OneUser& one, const char* call) : one_(one) {
-      const void* const found = one_.claim(&mark_, nullptr);
-      outermost_ = found == nullptr;
-      if (found == nullptr || found == &mark_) return;
+      const void* const user = one_.claim(&mark_, nullptr);
+      outermost_ = user == nullptr;
+      if (user == nullptr || user == &mark_) return;
       base::fail(Code::kInvalidArgument,
                  "{} of the averages of {} while another thread is in a call of theirs: one thread uses an Average at "
                  "a time; let the threads "
@@ -60,14 +60,14 @@ class OneUser {
   /// every user but its `own` thread.
   const void* claim(const void* mark, const void* own) {
     for (;;) {
-      const void* found = nullptr;
-      if (user_.compare_exchange_strong(found, mark, std::memory_order_acquire)) return nullptr;
-      if (found != &reading_ && (mark != &reading_ || found == own)) return found;
+      const void* user = nullptr;
+      if (user_.compare_exchange_strong(user, mark, std::memory_order_acquire)) return nullptr;
+      if (user != &reading_ && (mark != &reading_ || user == own)) return user;
       base::sleep_for(std::chrono::microseconds(20));
     }
   }
 
-  static inline char reading_ = 0;            // its address stands for any reader
+  static inline char reading_ = 0;            // its address is every reader's
   static inline thread_local char mark_ = 0;  // its address is the thread's
 
   const std::string whose_;  // never changes: other threads read it

@@ -37,8 +37,8 @@ std::string in_full(std::string text) {
                                                                          {"f16", "float16"},  {"fp16", "float16"}};
   std::transform(text.begin(), text.end(), text.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  const auto found = kShort.find(text);
-  return found == kShort.end() ? text : found->second;
+  const auto full = kShort.find(text);
+  return full == kShort.end() ? text : full->second;
 }
 
 /// What elsewhere means standard output.

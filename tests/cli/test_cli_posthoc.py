@@ -52,9 +52,9 @@ def test_it_is_what_python_makes(snapshots: Path, tmp_path: Path, step: int | No
 
 def test_without_an_output_the_plan_is_shown(snapshots: Path, tmp_path: Path) -> None:
     plan = shardow.posthoc.plan(snapshots, sigma_rel=0.15)
-    assert told("posthoc", snapshots, "--sigma-rel", "0.15", cwd=tmp_path) == str(plan)
-    found = told_json("posthoc", snapshots, "--sigma-rel", "0.15")
-    assert (found["residual"], found["files"]) == (plan.residual, [])
+    assert run("posthoc", snapshots, "--sigma-rel", "0.15", cwd=tmp_path).stdout == str(plan)
+    report = told_json("posthoc", snapshots, "--sigma-rel", "0.15")
+    assert (report["residual"], report["files"]) == (plan.residual, [])
     assert not list(tmp_path.iterdir())
 
 

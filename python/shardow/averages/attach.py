@@ -83,26 +83,26 @@ class Attachments:
             )
 
     def add(self, optimizer: Any, samples: Samples | None) -> Handle:
-        found = _innermost(optimizer)
-        if any(one._optimizer is found for one in self._all):
+        inner = _innermost(optimizer)
+        if any(one._optimizer is inner for one in self._all):
             raise invalid("attached to this optimizer already; each step would count twice")
         if samples is not None and not callable(samples) and not (samples := number("samples", samples)) > 0:
             raise invalid(
                 f"samples={samples}; give the training samples of one step, more than 0, or a function that tells how "
                 "many"
             )
-        if any("train_mode" in group for group in found.param_groups):
+        if any("train_mode" in group for group in inner.param_groups):
             warn(
-                f"{type(found).__name__} averages by itself (Defazio et al., arXiv 2405.15682): after its eval() the "
+                f"{type(inner).__name__} averages by itself (Defazio et al., arXiv 2405.15682): after its eval() the "
                 "weights are averages "
                 "already, before it the points between; an average of either lags further behind than its decay says"
             )
-        if any(other._detach.alive for other in _attached.get(found, ())):
+        if any(other._detach.alive for other in _attached.get(inner, ())):
             warn(
-                f"another EMA is attached to this {type(found).__name__}, and goes on averaging after its steps; where "
+                f"another EMA is attached to this {type(inner).__name__}, and goes on averaging after its steps; where "
                 "it is left over, its detach() ends that"
             )
-        self._all.append(Handle(self, found, samples))
+        self._all.append(Handle(self, inner, samples))
         return self._all[-1]
 
     def remove_all(self) -> None:

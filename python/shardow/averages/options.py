@@ -64,7 +64,7 @@ class Options:
             view.watch_buffers = True
             buffers = [one for one in view.buffers if one.tensor.is_floating_point()]
             if callable(self.buffers):
-                buffers = [one for one in buffers if self.buffers(one.name, one.tensor)]
+                buffers = [buffer for buffer in buffers if self.buffers(buffer.name, buffer.tensor)]
             if buffers and self.overlap:
                 why = f"nothing would keep the next forward from writing '{buffers[0].name}' while it is averaged"
                 raise invalid(f"overlap=True with buffers='average': {why}; take buffers='copy', or leave overlap out")

@@ -247,10 +247,10 @@ class Loading:
         self._averages, metadata = averages, files[0].metadata
         self._record, self._state = metadata.get(_core.RECORD_KEY), metadata.get(_core.STATE_KEY, "")
         lineage.check(self._record, len(files), where)  # the same on every rank
-        told = shown(progress, "load", averages.team.rank)
+        progress = shown(progress, "load", averages.team.rank)
         self._loading = _core.Loading(
             averages.team.group, averages.engine, files, where, getattr(_core.OptionsFrom, options),
-            strict=bool(strict), verify=bool(verify), timeout=averages.team.timeout, progress=told,
+            strict=bool(strict), verify=bool(verify), timeout=averages.team.timeout, progress=progress,
         )  # fmt: skip
 
     def take(self) -> Report:

@@ -52,9 +52,9 @@ def number(name: str, value: Any) -> float:
 
 
 def fraction(name: str, value: Any) -> float:
-    if not 0.0 <= (found := number(name, value)) <= 1.0:
+    if not 0.0 <= (part := number(name, value)) <= 1.0:
         raise invalid(f"{name}={value!r}; it must be between 0 and 1")
-    return found
+    return part
 
 
 def instance(name: str, value: Any, kind: type) -> Any:

@@ -58,8 +58,8 @@ class Checkpoints:
         self._group, self._timeout = group, seconds(timeout)
 
     def _team(self) -> Team:
-        everybody = dist.group.WORLD if dist.is_initialized() else None
-        return Team(everybody if self._group is None else self._group, self._timeout)
+        world = dist.group.WORLD if dist.is_initialized() else None
+        return Team(world if self._group is None else self._group, self._timeout)
 
     def save(
         self, step: int, model: nn.Module | None = None, averages: EMA | None = None,

@@ -49,7 +49,7 @@ def merged(
         raise invalid(f"inputs={inputs!r}; give a list of paths")
     read = [paths.to_read(path) for path in inputs]
     named = {"weights": weights, "steps": steps}
-    weights, steps = (None if one is None else several(name, one) for name, one in named.items())
+    weights, steps = (None if value is None else several(name, value) for name, value in named.items())
     rules = {"weights": weights, "ema": ema, "lawa": lawa, "curve": curve}
     if len(given := [name for name, value in rules.items() if value is not None]) > 1:
         raise invalid(f"{' and '.join(f'{name}=' for name in given)}: one rule gives the coefficients")
@@ -61,7 +61,7 @@ def merged(
         if values is not None and len(values) != len(read):
             raise invalid(f"{name}= has {len(values)} numbers for {len(read)} inputs")
     rule: dict[str, Any] = {
-        "weights": None if weights is None else [number("weights", one) for one in weights],
+        "weights": None if weights is None else [number("weights", weight) for weight in weights],
         "normalize": bool(normalize),
         "ema": None if ema is None else number("ema", ema),
         "per_step": bool(per_step),

@@ -74,8 +74,8 @@ class _Latest:
         """(address, first element, the one after the last)."""
         self._tensor = torch.empty(0, device="cpu")  # not both at once
         with _gate(self._path):
-            found, begin = self._read(name, element)
-            self._tensor = found.detach().contiguous()
+            read, begin = self._read(name, element)
+            self._tensor = read.detach().contiguous()
         return self._tensor.data_ptr(), begin, begin + self._tensor.numel()
 
 
@@ -102,9 +102,9 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
         if isinstance(one, TensorStorageMetadata) and name.startswith(prefix)
     }
 
-    for name, one in stored.items():
-        shape = list(one.size)
-        chunks = [[[(at, at + size)] for at, size in zip(c.offsets, c.sizes, strict=True)] for c in one.chunks]
+    for name, tensor in stored.items():
+        shape = list(tensor.size)
+        chunks = [[[(at, at + size)] for at, size in zip(c.offsets, c.sizes, strict=True)] for c in tensor.chunks]
         if not _core.covers_once([_core.Region.grid(shape, intervals) for intervals in chunks]):
             raise errors.make("corrupt", f"{path}: the stored chunks of '{name}' overlap or leave a hole")
 
@@ -120,15 +120,17 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
         """The steps of torch's load(), which is collective where there is a process group, and would read whole
         tensors.
         """
-        one = stored[name]
-        first, last = (0, 1) if not one.size or not one.size.numel() else _band(element, one.size, one.chunks)
-        tensor = empty((last - first, *one.size[1:]) if one.size else (), one.properties.dtype)
-        band = ChunkStorageMetadata(torch.Size([first, *[0] * (len(one.size) - 1)] if one.size else []), tensor.size())
+        entry = stored[name]
+        first, last = (0, 1) if not entry.size or not entry.size.numel() else _band(element, entry.size, entry.chunks)
+        tensor = empty((last - first, *entry.size[1:]) if entry.size else (), entry.properties.dtype)
+        band = ChunkStorageMetadata(
+            torch.Size([first, *[0] * (len(entry.size) - 1)] if entry.size else []), tensor.size()
+        )
         reader = FileSystemReader(path)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = LoadPlan(create_read_items_for_chunk_list(prefix + name, one, [band]))
+        plan = LoadPlan(create_read_items_for_chunk_list(prefix + name, entry, [band]))
         reader.read_data(reader.prepare_global_plan([reader.prepare_local_plan(plan)])[0], Into(tensor)).wait()
-        return tensor, first * math.prod(one.size[1:])
+        return tensor, first * math.prod(entry.size[1:])
 
     return {name: (one.properties.dtype, one.size) for name, one in stored.items()}, read
 

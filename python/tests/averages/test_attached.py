@@ -184,15 +184,16 @@ def test_warnings_point_at_the_users_line(options: dict[str, Any]) -> None:
 def test_detach_ends_every_attachment() -> None:
     model, ema = make()
     optimizers = [sgd(model), sgd(model)]
-    handles = [ema.attach(one) for one in optimizers]
+    handles = [ema.attach(optimizer) for optimizer in optimizers]
     model[0].weight = nn.Parameter(torch.zeros(3, 4))
     optimizers[0].step()
     with pytest.raises(ValueError, match=r"detach\(\)"):
         optimizers[1].step()
     ema.detach()
     ema.detach()
-    for one in [*optimizers, *handles]:
-        one.step() if isinstance(one, torch.optim.Optimizer) else one.remove()
+    for optimizer, handle in zip(optimizers, handles, strict=True):
+        optimizer.step()
+        handle.remove()
 
 
 def test_second_ema_on_an_optimizer_is_reported() -> None:

@@ -52,13 +52,13 @@ def test_subclass_with_its_own_update_is_the_origins() -> None:
             self.inplace_copy(ma.data, b.data)
 
     model: Any = walks.model("mlp")
-    ours, theirs = (
+    ours, original = (
         type("Own", (cls,), {"update_moving_average": own_update})(model, **SOON) for cls in (EMA, origin.EMA)
     )
     for _ in walks.walk(model, "mlp", 8):
         ours.update()
-        theirs.update()
-    assert same(ours, theirs)
+        original.update()
+    assert same(ours, original)
 
 
 def test_wrapped_models_are_known_by_either_name() -> None:

@@ -57,8 +57,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def use_everything(name: str, folder: Path) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     made = [nn.Sequential(make(seed=seed), Noted()) for seed in (0, 1, 2)]
-    model, other, plain = (*(PARALLEL["fsdp2" if world > 1 else "plain"](one, world) for one in made[:2]), made[2])
-    optimizer, beside = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other))
+    model, other, plain = (*(PARALLEL["fsdp2" if world > 1 else "plain"](each, world) for each in made[:2]), made[2])
+    optimizer, beside = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other))
     ema = shardow.EMA(model, decay=0.5, optimizer=optimizer)
     train(model, optimizer)
     pickled = folder / "weights.pt"

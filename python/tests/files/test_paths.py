@@ -101,8 +101,8 @@ def test_directory_whose_name_is_no_utf8_takes_every_verb(tmp_path: Path) -> Non
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     folder.mkdir()
     model = torch.nn.Linear(2, 2)
-    one, two = shardow.EMA(model, 0.5), shardow.EMA(model, [0.5, 0.9])
-    for ema, path in ((one, folder / "one.safetensors"), (two, folder / "two")):
+    single, two = shardow.EMA(model, 0.5), shardow.EMA(model, [0.5, 0.9])
+    for ema, path in ((single, folder / "one.safetensors"), (two, folder / "two")):
         for step in (1, 2):
             ema.update()
             ema.snapshot(folder / f"snapshots of {path.stem}", every=step)
@@ -116,7 +116,7 @@ def test_directory_whose_name_is_no_utf8_takes_every_verb(tmp_path: Path) -> Non
     assert "of 4 snapshots" in str(plan)
     assert folder in plan.terms[0].path.parents
     shardow.posthoc.synthesize(folder / "snapshots of two", 0.2, out=folder / "after")
-    one.export(folder / "exported")
+    single.export(folder / "exported")
     shardow.save(model, folder / "model")
     torch.save(model.state_dict(), folder / "model.pt")
     inputs = [folder / "model", folder / "exported", folder / "model.pt"]
@@ -129,11 +129,11 @@ def test_directory_whose_name_is_no_utf8_takes_every_verb(tmp_path: Path) -> Non
         shardow.merge([folder / "one.safetensors", folder / "model.pt"], folder / "b", key="weights")
     steps = shardow.Checkpoints(folder / "run", keep=1)
     for step in (1, 2):
-        steps.save(step, model, one)
+        steps.save(step, model, single)
     assert steps.latest() == 2
-    steps.restore(model, one)
+    steps.restore(model, single)
     with pytest.raises(FileNotFoundError, match="/run has no checkpoint of step 7"):
-        steps.restore(model, one, step=7)
+        steps.restore(model, single, step=7)
 
 
 def test_error_with_a_lone_surrogate_is_raised(tmp_path: Path) -> None:
@@ -180,6 +180,6 @@ def read_what_is_missing(folder: Path, rank_fails: int) -> str:
 
 
 def test_ranks_learn_of_an_error_in_a_directory_that_is_no_utf8(tmp_path: Path) -> None:
-    said = run(2, read_what_is_missing, Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")), 1)
-    assert "\\xff: no" in said[0]
-    assert "\udcff: no" in said[1]
+    texts = run(2, read_what_is_missing, Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")), 1)
+    assert "\\xff: no" in texts[0]
+    assert "\udcff: no" in texts[1]

@@ -256,7 +256,7 @@ def test_a_new_ema_takes_in_unfrozen_and_added_weights() -> None:
     report = back.load_state_dict(new.state_dict(), strict=False)
     assert report == {"missing": [], "unexpected": ["2.weight", "2.bias"]}
     with pytest.raises(ValueError, match=r"'0\.weight' has shape \[4, 3\] in the state and \[5, 3\] here"):
-        shardow.EMA(nn.Sequential(nn.Linear(3, 5)), decay=0.5).load_state_dict(new.state_dict(), strict=False)
+        shardow.EMA(nn.Sequential(nn.Linear(3, 5)), decay=0.5).load_state_dict(new.state_dict())
 
 
 def test_strided_weights_first_seen_in_inference_mode_are_averaged_afterwards() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils.checkpoint import checkpoint
 
-from shardow.base.checks import invalid
+from shardow.base.checks import invalid, warn
 from shardow.model.modules import is_container, repeated_blocks
 from shardow.model.names import walk
 
@@ -25,10 +26,10 @@ class Switches:
     def __init__(self) -> None:
         self._put: list[tuple[nn.Module, Callable[..., Any], bool]] = []
 
-    def put(self, module: nn.Module, wrap: Forward) -> None:
+    def put(self, module: nn.Module, wrap: Forward, *options: Any) -> None:
         had_own = "forward" in module.__dict__
         before = module.forward
-        module.forward = functools.partial(wrap, module, before)  # a deep copy's is of its own module
+        module.forward = functools.partial(wrap, *options, module, before)  # a deep copy's is of its own module
         self._put.append((module, before, had_own))
 
     def remove(self) -> None:
@@ -53,7 +54,12 @@ def is_switched(module: nn.Module) -> bool:
 
 
 def apply(
-    model: nn.Module, bf16: bool = True, activation_checkpointing: Blocks = True, *, attention_weights: bool = False
+    model: nn.Module,
+    bf16: bool = True,
+    activation_checkpointing: Blocks = True,
+    *,
+    attention_weights: bool = False,
+    bf16_outputs: bool = False,
 ) -> Switches:
     """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block.
 
@@ -61,7 +67,8 @@ def apply(
 
     Args:
         bf16: forward in training runs under ``torch.autocast(..., torch.bfloat16)``; weights and optimizer stay as they
-            are. In evaluation nothing changes.
+            are, and outputs are float32, as is a loss that is computed of them. In evaluation nothing changes. A CUDA
+            device without bfloat16 goes on in the weights' own dtype, with a warning.
         activation_checkpointing: True or "blocks": the repeated blocks (members of a ModuleList or Sequential that has
             several of their class), or those that a predicate of (name, module) chooses (of what lies in another that
             it chooses, the outermost), keep their inputs alone in a training forward, and are run again in backward
@@ -70,6 +77,7 @@ def apply(
         attention_weights: False: calls of nn.MultiheadAttention that do not say ``need_weights`` give None for them, so
             that they are never built; also in evaluation. Values differ in the last digits, since another kernel
             computes them.
+        bf16_outputs: outputs stay bfloat16, as they do where forward is called under the caller's own autocast.
 
     Raises:
         ValueError: there are no such blocks.
@@ -82,7 +90,7 @@ def apply(
             if isinstance(module, nn.MultiheadAttention):
                 switches.put(module, _without_weights)
     if bf16:
-        switches.put(model, _autocast)
+        switches.put(model, _autocast, bf16_outputs)
     return switches
 
 
@@ -128,8 +136,27 @@ def _without_weights(
     return forward(query, key, value, *args, **kwargs)
 
 
-def _autocast(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    if not module.training:
+def _autocast(outputs: bool, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    if not module.training or not _has_bf16(device):
         return forward(*args, **kwargs)
-    with torch.autocast(next((p.device.type for p in module.parameters()), "cpu"), torch.bfloat16):
-        return forward(*args, **kwargs)
+    keeps = outputs or torch.is_autocast_enabled(device)  # the caller's goes on with bfloat16
+    with torch.autocast(device, torch.bfloat16):
+        result = forward(*args, **kwargs)
+    return result if keeps else _apply_to_tensors(_float32, result)
+
+
+def _has_bf16(device: str) -> bool:
+    """Returns False, with a warning, on a CUDA device that has no bfloat16 or emulates it."""
+    if device != "cuda" or not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
+        return True
+    warn(
+        "memory.apply(bf16=True): the CUDA device has no bfloat16, so forward runs in the weights' own dtype. "
+        "torch.autocast() with float16 and a GradScaler is for such devices",
+        RuntimeWarning,
+    )
+    return False
+
+
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

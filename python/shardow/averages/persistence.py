@@ -27,6 +27,7 @@ from shardow.model import dtypes
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.extra_state import extra_states, for_file
 from shardow.model.local import refuse_all_odd
+from shardow.model.saved_form import saved_form
 from shardow.ranks.gather import Part
 from shardow.ranks.team import Team
 
@@ -210,9 +211,9 @@ def load(
 
 def export(
     averages: Averages, path: paths.StrPath, dtype: torch.dtype | str | None, max_shard_size: int | str | None,
-    decay: Decay | None, progress: Progress | None, metadata: Metadata,
+    decay: Decay | None, progress: Progress | None, metadata: Metadata, pretrained: bool = False,
 ) -> Report:  # fmt: skip
-    """See EMA.export()."""
+    """See EMA.export(). ``pretrained``: tensors are those of transformers' save_pretrained()."""
     team = averages.team
     averages.ready_to_hand_out("export()", averages.others, averages.asked(decay))
     k = choose(averages.keys, decay)
@@ -225,6 +226,8 @@ def export(
         parts = averages.parts(k, saving=True)
         parts += [Part(local.name, local.flat(), local.region) for local in others if local.counts_on(team.rank)]
         parts, cast = engine.in_dtypes(parts, own, dtypes.floating(dtype))
+        if pretrained and (form := saved_form(averages.view)):
+            parts = form.parts(parts)
         return parts, {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
 
     parts, options = team.agree("export()", check)

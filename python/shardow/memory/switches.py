@@ -54,13 +54,9 @@ def is_switched(module: nn.Module) -> bool:
 
 
 def apply(
-    model: nn.Module,
-    bf16: bool = True,
-    activation_checkpointing: Blocks = True,
-    *,
-    attention_weights: bool = False,
+    model: nn.Module, bf16: bool = True, activation_checkpointing: Blocks = True, *, attention_weights: bool = False,
     bf16_outputs: bool = False,
-) -> Switches:
+) -> Switches:  # fmt: skip
     """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block.
 
     Names, parameters and hooks stay; sharded models too.
@@ -123,14 +119,9 @@ def _checkpointed(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
 
 
 def _without_weights(
-    module: nn.Module,
-    forward: Forward,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *args: Any,
+    module: nn.Module, forward: Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     if len(args) < 2:  # (key_padding_mask, need_weights, ...)
         kwargs.setdefault("need_weights", False)
     return forward(query, key, value, *args, **kwargs)
@@ -143,7 +134,8 @@ def _autocast(outputs: bool, module: nn.Module, forward: Forward, *args: Any, **
     keeps = outputs or torch.is_autocast_enabled(device)  # the caller's goes on with bfloat16
     with torch.autocast(device, torch.bfloat16):
         result = forward(*args, **kwargs)
-    return result if keeps else _apply_to_tensors(_float32, result)
+    wide = {torch.bfloat16: torch.float32}
+    return result if keeps else _apply_to_tensors(lambda out: out.to(wide.get(out.dtype, out.dtype)), result)
 
 
 def _has_bf16(device: str) -> bool:
@@ -151,12 +143,6 @@ def _has_bf16(device: str) -> bool:
     if device != "cuda" or not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
         return True
     warn(
-        "memory.apply(bf16=True): the CUDA device has no bfloat16, so forward runs in the weights' own dtype. "
-        "torch.autocast() with float16 and a GradScaler is for such devices",
-        RuntimeWarning,
+        "memory.apply(bf16=True): this CUDA device has no bfloat16; forward runs in the weights' dtype", RuntimeWarning
     )
     return False
-
-
-def _float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -147,15 +147,14 @@ def matched(held: Held, available: Collection[str], where: str = "the file") -> 
         cleaned[clean_file_key(key)].append(key)
     found: dict[str, str] = {}
     taken: dict[str, str] = {}
-    for part in held.parts:
-        names = held.names[part.name]
-        exact = next((name for name in names if name in there), None)
-        chosen = _alike(part.name, names, cleaned, where) if exact is None else exact
+    for name in dict.fromkeys(part.name for part in held.parts):
+        names = held.names[name]
+        chosen = next((alias for alias in names if alias in there), None) or _alike(name, names, cleaned, where)
         if chosen is None:
             continue
         if chosen in taken:
-            raise invalid(f"'{chosen}' in {where} could be '{taken[chosen]}' or '{part.name}' here; rename it there")
-        found[part.name], taken[chosen] = chosen, part.name
+            raise invalid(f"'{chosen}' in {where} could be '{taken[chosen]}' or '{name}' here; rename it there")
+        found[name], taken[chosen] = chosen, name
     return found
 
 

@@ -106,8 +106,9 @@ def load(
     A module that is on meta gets memory, as by materialize(). Collective over the ranks that share them.
 
     Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as
-    they are, under a tied tensor's other names, and without what wrappers, DDP and PEFT put into them. Everything that
-    does not fit is listed before anything changes.
+    they are, under a tied tensor's other names, and without what wrappers, DDP and PEFT put into them; of a model of
+    transformers also as its save_pretrained() writes them, with experts apart. Everything that does not fit is listed
+    before anything changes.
 
     Args:
         path: also what merged() gives: the average of several checkpoints, of which each rank reads its own bytes.
@@ -120,7 +121,8 @@ def load(
         "bytes_read": by this rank, "seconds": float}.
 
     Raises:
-        ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
+        ValueError: something does not fit, or the file is corrupt; NotImplementedError: save_pretrained() has reordered
+            a tensor's elements; FileNotFoundError, OSError, TimeoutError.
     """
     if isinstance(target, nn.Module):
         source = path if isinstance(path, Merged) else Path(path)

@@ -80,8 +80,8 @@ def _units(model: nn.Module) -> Any:
     ] or (list(layers) if isinstance(layers, nn.ModuleList) else repeated_blocks(model))
     if not chosen:
         warn(f"{type(model).__name__} has no layers that are known, and is one unit: its weights are gathered at once")
-    ids = set(map(id, chosen))
-    return (lambda name, module: id(module) in ids) if ids else ()
+        return ()
+    return lambda name, module: any(module is unit for unit in chosen)
 
 
 def _uses(model: nn.Module) -> Counter[int]:

@@ -216,12 +216,6 @@ int TimedCalls::rename(const char* from, const char* to) {
     });
   }));
 }
-int TimedCalls::rename_exchange(const char* a, const char* b) {
-  return static_cast<int>(with_memory([&] {
-    return changing(
-        a, b, [a = std::string(a), b = std::string(b)] { return Syscalls().rename_exchange(a.c_str(), b.c_str()); });
-  }));
-}
 int TimedCalls::link(const char* from, const char* to) {
   return static_cast<int>(with_memory([&] {
     return changing(
@@ -347,8 +341,9 @@ void NameChange::leave() noexcept {
 
 bool may_still_change(const Path& path) {
   const Lock lock(changes().mutex);
+  const auto is_there = [&](const Path& name) { return name == path || parent_of(name) == path; };
   const auto is_of = [&](const NameChange* one) {
-    return one->left_ && (one->first_ == path.native() || one->second_ == path.native());
+    return one->left_ && (is_there(one->first_) || is_there(one->second_));
   };
   return std::any_of(changes().all.begin(), changes().all.end(), is_of);
 }

@@ -9,6 +9,7 @@
 #include "comm/wire.h"
 #include "file/index.h"
 #include "file/kinds.h"
+#include "file/names.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
@@ -33,9 +34,16 @@ void check_options(std::span<const SaveFile> files, const SaveOptions& options) 
   }
   for (const auto& [name, text] : options.texts) {
     if (name.empty() || name == "." || name == ".." || base::Path(name).filename() != name ||
-        name.ends_with(".safetensors") || name == kIndexName)
+        name.ends_with(".safetensors") || name == kIndexName || (name == kAveragesName && name != options.commit))
       fail(Code::kInvalidArgument,
            "'{}' is no name for a text beside a checkpoint: a plain one, of no file that a save writes", name);
+  }
+  if (const auto text = options.texts.find(options.commit); !options.commit.empty()) {
+    const bool is_list = options.commit == kAveragesName || options.commit == kManifestName;
+    if (!is_list || names.empty() || (text != options.texts.end() && !text->second.ends_with('}')))
+      fail(Code::kInvalidArgument,
+           "commit '{}': {} or {} of rank 0's texts, a JSON object, goes with files that have names", options.commit,
+           kAveragesName, kManifestName);
   }
   if (options.max_shard_size > 0 && !names.empty())
     fail(Code::kInvalidArgument, "max_shard_size splits one file; {} are given", files.size());
@@ -85,6 +93,7 @@ std::vector<std::pair<std::string, std::string>> facts_of(std::span<const SaveFi
           {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},
           {"max_shard_size", size_text(options.max_shard_size)},
           {"checksums", options.checksums ? "on" : "off"},
+          {"commit", options.commit.empty() ? "none" : options.commit},
           {"the list of files", fmt::format("[{}]", fmt::join(names, ", "))}};
 }
 

@@ -94,10 +94,16 @@ def test_wrong_calls(snapshots: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def states(folder: Path) -> dict[Path, tuple[int, ...]]:
+    """Returns what a change of a file or directory shows; reading one changes its time of access alone."""
+    stats = {path: path.stat() for path in folder.rglob("*")}
+    return {path: (stat.st_ino, stat.st_mode, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+
+
 def test_a_snapshot_stays_one(snapshots: Path, tmp_path: Path) -> None:
     """What would be written in its place is refused, whatever its directory is called."""
     (tmp_path / "link").symlink_to(snapshots / "snapshot-000000050")
-    before = {path: path.stat() for path in snapshots.rglob("*")}
+    before = states(snapshots)
     at = snapshots / "snapshot-000000050"
     for out in (
         at,
@@ -111,7 +117,7 @@ def test_a_snapshot_stays_one(snapshots: Path, tmp_path: Path) -> None:
         assert f"{at} would be no snapshot any more; write elsewhere: {snapshots}/average.safetensors" in done.stderr
         with pytest.raises(ValueError, match="would be no snapshot any more"):
             shardow.posthoc.synthesize(snapshots, sigma_rel=0.15, out=str(out))
-    assert before == {path: path.stat() for path in snapshots.rglob("*")}
+    assert before == states(snapshots)
     told("posthoc", snapshots, "--sigma-rel", "0.15", "-o", at / "average.safetensors")  # beside a snapshot's files
     (at / "average.safetensors").unlink()
     assert shardow.posthoc.plan(snapshots, sigma_rel=0.15).snapshots == 24

@@ -108,7 +108,9 @@ class Checkpoints:
         files, texts = files_to_save(step, given, {} if state is None else state, team)
         path = self.directory / manifest.directory_of(step)
         write = engine.write_in_background if asynchronous else engine.write
-        return write(files, path, team, lambda: self._retire(step), progress=progress, texts=texts)
+        return write(
+            files, path, team, lambda: self._retire(step), progress=progress, texts=texts, commit=manifest.NAME
+        )
 
     def _retire(self, step: int) -> None:
         clear(self.directory)

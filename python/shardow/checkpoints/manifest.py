@@ -25,7 +25,8 @@ SAVE, STEP = "shardow.save", "shardow.step"  # in the metadata of every file
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 _DIRECTORY = re.compile(r"step-(\d{9,})")
 _CRC = "crc32"
-_CHECKSUM = re.compile(rf', "{_CRC}": "([0-9a-f]{{8}})"\}}\s*$')
+# A save into a directory that was there adds what its files are called now, which the engine looks up.
+_CHECKSUM = re.compile(rf', "{_CRC}": "([0-9a-f]{{8}})"(, "shardow\.files": .*)?\}}\s*$')
 
 
 @dataclass(frozen=True)

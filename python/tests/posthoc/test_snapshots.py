@@ -27,7 +27,7 @@ def terms(directory: Path, sigma_rel: float = 0.08, **asked: Any) -> list[tuple[
 
 
 def record_of(directory: Path, step: int) -> Any:
-    (file, *_) = sorted((directory / f"snapshot-{step:09}").iterdir())
+    (file, *_) = sorted((directory / f"snapshot-{step:09}").glob("*.safetensors"))
     with shardow.open(file) as opened:
         return json.loads(opened.metadata["shardow.snapshot"])
 

@@ -20,7 +20,6 @@ from shardow.base.checks import invalid, warn
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.manifest import Manifest
 from shardow.checkpoints.resumed import Resumed, Wanted
-from shardow.checkpoints.retention import clear
 from shardow.checkpoints.saving import Given, prefix
 from shardow.files import engine
 from shardow.model.extra_state import FromFile
@@ -44,7 +43,6 @@ def newest(root: Path, team: Team) -> int | None:
 
 def _newest_in(root: Path) -> bytes:
     """Lists again where steps came or went meanwhile: another process may save, and remove what was listed."""
-    clear(root)  # which puts back a step that a dead save left aside
     while True:
         steps = manifest.steps_in(root)
         for step in steps:

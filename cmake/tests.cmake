@@ -50,12 +50,14 @@ if(SHARDOW_COMMAND AND SHARDOW_SANITIZE MATCHES "address")
 endif()
 
 # CUDA's driver and its compiler without a device, under the names by which the engine opens NVIDIA's, from where Python's tests have them too.
-add_library(fake_driver SHARED tests/cuda/control.cc tests/cuda/driver.cc tests/cuda/emulation.cc tests/cuda/memory.cc tests/cuda/streams.cc
-            tests/cuda/twins.cc)
+# The kernels are a library of their own: what it has of a thread's own is their shared memory.
+add_library(fake_kernels SHARED tests/cuda/twins.cc)
+add_library(fake_driver SHARED tests/cuda/control.cc tests/cuda/driver.cc tests/cuda/emulation.cc)
+target_link_libraries(fake_driver PRIVATE fake_kernels)
 add_library(fake_nvrtc SHARED tests/cuda/nvrtc.cc)
 set_target_properties(fake_driver PROPERTIES OUTPUT_NAME cuda SOVERSION 1)
 set_target_properties(fake_nvrtc PROPERTIES OUTPUT_NAME nvrtc SOVERSION 12)
-foreach(library IN ITEMS fake_driver fake_nvrtc)
+foreach(library IN ITEMS fake_kernels fake_driver fake_nvrtc)
   set_target_properties(${library} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/fake)
   target_include_directories(${library} PUBLIC tests/cuda PRIVATE src include)
   target_compile_options(${library} PRIVATE -Wno-unknown-pragmas)
@@ -66,9 +68,9 @@ if(SHARDOW_SANITIZE MATCHES "address")  # an access of a kernel's that is not al
 endif()
 
 function(add_fake_device_test name)
-  add_executable(${name}_test ${ARGN} tests/cuda/drawn_turns.cc tests/cuda/seeded_main.cc)
+  add_executable(${name}_test ${ARGN})
   target_include_directories(${name}_test PRIVATE tests/cuda src)
-  target_link_libraries(${name}_test PRIVATE fake_driver shardow test_options fmt::fmt GTest::gtest Threads::Threads)
+  target_link_libraries(${name}_test PRIVATE fake_driver shardow test_options fmt::fmt GTest::gtest_main Threads::Threads)
   add_dependencies(${name}_test fake_nvrtc)
   add_test(NAME ${name} COMMAND ${name}_test)
   # AddressSanitizer's dlopen() does not look into the RUNPATH of who calls it.
@@ -77,10 +79,8 @@ endfunction()
 add_fake_device_test(cuda_calls tests/cuda/calls_test.cc)
 add_fake_device_test(cuda_driver tests/cuda/driver_test.cc)
 add_fake_device_test(cuda_files tests/cuda/files_test.cc)
-add_fake_device_test(cuda_programs tests/cuda/programs_test.cc tests/cuda/program.cc tests/cuda/program_looks.cc tests/cuda/program_making.cc)
+add_fake_device_test(cuda_programs tests/cuda/programs_test.cc)
 set_tests_properties(cuda_programs PROPERTIES TIMEOUT 3600)  # SHARDOW_ALL: ten thousand programs
-add_fake_device_test(offload tests/cuda/offload_test.cc tests/cuda/offload_failures_test.cc tests/cuda/offload_places_test.cc
-                     tests/cuda/offload_streams_test.cc)
 find_path(CUDA_HEADERS cuda.h PATHS /usr/local/cuda/include) # NVIDIA's declarations, which the engine's are compared with
 if(CUDA_HEADERS)
   target_include_directories(kernels_test SYSTEM PRIVATE ${CUDA_HEADERS})
@@ -97,8 +97,3 @@ target_include_directories(simulate_test PRIVATE src tests/simulate)
 target_link_libraries(simulate_test PRIVATE shardow shardow_options fmt::fmt GTest::gtest_main Threads::Threads)
 add_test(NAME simulate COMMAND simulate_test)
 
-# In place of the whole CUDA path, one that allocates nothing.
-add_executable(offload_allocations_test tests/cuda/allocations_test.cc)
-target_include_directories(offload_allocations_test PRIVATE src)
-target_link_libraries(offload_allocations_test PRIVATE shardow shardow_options GTest::gtest_main Threads::Threads)
-add_test(NAME offload_allocations COMMAND offload_allocations_test)

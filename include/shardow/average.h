@@ -9,7 +9,7 @@
 // docs/cpp_reference.md.
 //
 // An update is e += (1 - decay) (p - e), without communication. Views' memory and streams are borrowed until the
-// Average ends or bind() names others. One thread at a time. Calls throw Error (error.h).
+// Average ends or bind() names others. One thread at a time, but for stats() and decays(). Calls throw Error (error.h).
 #pragma once
 
 #include <optional>

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardow._core import Schedule
+from shardow.base.checks import with_torch
 from shardow.errors import Error
 
 if TYPE_CHECKING:
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from shardow.ema import EMA
     from shardow.files.background import SaveHandle
     from shardow.files.checkpoint import async_save, full_state_dict, save
-    from shardow.files.reading import Checkpoint, Slice
-    from shardow.files.reading import open_checkpoint as open  # noqa: F401
+    from shardow.files.reading import Checkpoint, Slice, open_checkpoint
     from shardow.merging.face import merge, merged
     from shardow.start.materialize import load, materialize
     from shardow.start.meta import meta_init, to_empty
     from shardow.start.wrap import wrap
+
+    open = open_checkpoint
 
 __version__ = "0.1.0"
 __all__ = [
@@ -72,12 +74,8 @@ if not TYPE_CHECKING:  # type checkers would take any name then
         if name == "open":
             return importlib.import_module("shardow.files.reading").open_checkpoint
         if name in _HOMES:
-            try:
+            with with_torch(f"shardow.{name}"):
                 return getattr(importlib.import_module(f"shardow.{_HOMES[name]}"), name)
-            except ModuleNotFoundError as error:
-                if error.name == "torch":
-                    raise ImportError(f"shardow.{name} needs PyTorch: pip install torch (2.6 or later)") from None
-                raise
         raise AttributeError(f"module 'shardow' has no attribute {name!r}")
 
 

@@ -20,6 +20,7 @@ from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule,
 from shardow.averages.state_dict import Decay, OptionsFrom
 from shardow.averages.swap import Block
 from shardow.averages.tracked import Source
+from shardow.base.checks import number, whole
 from shardow.base.progress import Progress
 from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
@@ -49,7 +50,8 @@ class EMA:
             everything it holds.
         params: "trainable", "all", or a predicate of (name, parameter).
         buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves
-            them out. Integer buffers are only copied.
+            them out; a predicate of (name, buffer): those are averaged, the others copied. Integer buffers are only
+            copied.
         rule: "lerp" (torch.lerp, accurate), "mul_add" (e.mul_(d).add_(p, alpha=1-d)), "two_products" (e*d + (1-d)*p),
             "difference" (e.sub_((1-d)*(e-p))), "fused_difference" (e.sub_(e-p, alpha=1-d)) or "quotient" (e + (p-e) /
             (1/(1-d))): bit-equal to those forms.
@@ -85,37 +87,20 @@ class EMA:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        decay: float | _core.Schedule | Sequence[float | _core.Schedule] = 0.9999,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        replicas: Replicas = "split",
-        params: Params = "trainable",
-        buffers: Buffers = "copy",
-        rule: Rule = "lerp",
-        stochastic: Stochastic = "auto",
-        nonfinite: NonFinite = "hold",
-        update_every: int = 1,
-        start_step: int = 0,
-        seed: int = 0,
-        source: Mapping[str, Source] | None = None,
-        group: dist.ProcessGroup | None = None,
-        threads: int = 0,
-        overlap: bool = False,
-        ring_bytes: int = 128 << 20,
-        optimizer: torch.optim.Optimizer | None = None,
-        timeout: float | timedelta | None = None,
-        momentum: None = None,
-    ) -> None:
+        self, model: nn.Module, decay: float | _core.Schedule | Sequence[float | _core.Schedule] = 0.9999, *,
+        dtype: torch.dtype | str = torch.float32, device: torch.device | str | None = None,
+        replicas: Replicas = "split", params: Params = "trainable", buffers: Buffers = "copy", rule: Rule = "lerp",
+        stochastic: Stochastic = "auto", nonfinite: NonFinite = "hold", update_every: int = 1, start_step: int = 0,
+        seed: int = 0, source: Mapping[str, Source] | None = None, group: dist.ProcessGroup | None = None,
+        threads: int = 0, overlap: bool = False, ring_bytes: int = 128 << 20,
+        optimizer: torch.optim.Optimizer | None = None, timeout: float | timedelta | None = None, momentum: None = None,
+    ) -> None:  # fmt: skip
         asked = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step,
             "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         self._averages = Averages(model, decay, asked, source, group, timeout)
-        # Bound to the averages, not to self: an EMA that is dropped is freed, though an optimizer's hooks stay.
         self._attached = Attachments(self._averages.update_attached, self._averages.before_step)
         if optimizer is not None:
             self.attach(optimizer)
@@ -132,7 +117,7 @@ class EMA:
             samples: training samples seen so far, for schedules in samples.
         """
         self._attached.refuse_update(self._averages.options.overlap)
-        self._averages.update(step, samples)
+        self._averages.update(None if step is None else whole("step", step), number("samples", samples))
 
     @torch.no_grad()
     def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
@@ -148,10 +133,11 @@ class EMA:
             ValueError: the weights are not those of the capture, or the step draws noise that the captured launch
                 can't.
         """
-        self._averages.prepare_replay(step, samples)
+        self._averages.prepare_replay(None if step is None else whole("step", step), number("samples", samples))
 
     def attach(self, optimizer: torch.optim.Optimizer, *, samples: Samples | None = None) -> Handle:
-        """Updates after every optimizer.step() from now on; ``handle.remove()`` ends it. Local.
+        """Updates after every optimizer.step() from now on, until ``handle.remove()``, ``ema.detach()``, or the EMA is
+        dropped. Local.
 
         Steps that a GradScaler skips are not counted; with a fused optimizer on CUDA, learning that waits for the
         device. Several optimizers of one model are attached one after another, in the order in which they step: one
@@ -167,6 +153,10 @@ class EMA:
                 the weights are swapped.
         """
         return self._attached.add(optimizer, samples)
+
+    def detach(self) -> None:
+        """Ends every attach() of this EMA, and ``optimizer=``. Local; nothing where it is not attached."""
+        self._attached.remove_all()
 
     # ---- evaluation
 
@@ -272,14 +262,9 @@ class EMA:
         return engine.write_in_background(files, path, self._averages.team, progress=progress, **options)
 
     def load(
-        self,
-        path: paths.StrPath,
-        strict: bool = True,
-        *,
-        verify: bool = True,
-        options: OptionsFrom = "file",
+        self, path: paths.StrPath, strict: bool = True, *, verify: bool = True, options: OptionsFrom = "file",
         progress: Progress | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective.
 
         Args:
@@ -298,15 +283,9 @@ class EMA:
         return persistence.load(self._averages, path, strict, verify, options, progress)
 
     def export(
-        self,
-        path: paths.StrPath,
-        dtype: torch.dtype | str | None = None,
-        *,
-        max_shard_size: int | str | None = None,
-        decay: Decay | None = None,
-        progress: Progress | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
+        self, path: paths.StrPath, dtype: torch.dtype | str | None = None, *, max_shard_size: int | str | None = None,
+        decay: Decay | None = None, progress: Progress | None = None, metadata: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one
         .safetensors file.
 
@@ -375,9 +354,10 @@ class EMA:
         counters are replaced.
 
         Args:
-            strict: False takes what there is: averages that the state lacks stay as they are (those of a new EMA are
-                its model's weights), those that are not wanted are left out. So weights that were added or unfrozen are
-                taken in by a new EMA: ``new.load_state_dict(old.state_dict(), strict=False)``.
+            strict: False takes what fits: averages that the state lacks, or has in another shape, stay as they are
+                (those of a new EMA are its model's weights), those that are not wanted are left out. So weights that
+                were added, replaced or unfrozen are taken in by a new EMA: ``new.load_state_dict(old.state_dict(),
+                strict=False)``.
             options: decays, rule, rounding, update_every, start_step and seed from now on: "file": the state's, with a
                 warning where this EMA was made with others; "own": those that it was made with. Several averages are
                 taken in the order of their decays there.
@@ -425,8 +405,8 @@ class EMA:
 
     @property
     def step(self) -> int:
-        """Optimizer steps counted so far."""
-        return int(self._averages.engine.stats()["step"])
+        """Optimizer steps counted so far; any thread may ask, and waits for no update."""
+        return self._averages.step
 
     @property
     def decays(self) -> tuple[str, ...]:
@@ -439,7 +419,7 @@ class EMA:
         step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters,
         elements and bytes of the averages on this rank, bytes_moved and seconds of the last update, held_nonfinite:
         elements kept because their weight was NaN or Inf, since the start, table_bytes: memory of the lists that an
-        update goes through.
+        update goes through. Any thread may ask; it waits for an update under way.
 
         With overlap=True, or averages on the host of weights on a device, also, since the start: offload/hidden_seconds
         of averaging while nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied

@@ -16,7 +16,7 @@ from shardow import _core, schedules
 from shardow._core import PosthocPlan as Plan
 from shardow._core import PosthocTerm as Term
 from shardow._core import Schedule, Sweep, SweepPoint
-from shardow.base.checks import invalid, one_of, seconds
+from shardow.base.checks import invalid, number, one_of, seconds, several, whole, with_torch
 from shardow.base.progress import Progress, shown
 from shardow.files import paths
 
@@ -28,13 +28,9 @@ Formula = Literal["exact", "continuous"]
 
 
 def plan(
-    directory: paths.StrPath,
-    sigma_rel: float | None = None,
-    *,
-    schedule: Schedule | float | None = None,
-    step: int | None = None,
-    formula: Formula = "exact",
-) -> Plan:
+    directory: paths.StrPath, sigma_rel: float | None = None, *, schedule: Schedule | float | None = None,
+    step: int | None = None, formula: Formula = "exact",
+) -> Plan:  # fmt: skip
     """Of the average that a run would have tracked up to ``step``: the nearest sum of snapshots, by least squares over
     their profiles, with coefficients that sum to 1. Reads headers alone.
 
@@ -52,24 +48,17 @@ def plan(
     if (sigma_rel is None) == (schedule is None):
         raise invalid("which average: give sigma_rel=, or schedule= for one that is no power function")
     target = schedules.power(sigma_rel) if sigma_rel is not None else schedules.as_schedules(schedule)[0]  # type: ignore[arg-type]
+    step = None if step is None else whole("step", step)
     continuous = one_of("formula", formula, ("exact", "continuous")) == "continuous"
     return _core.posthoc_plan(Path(paths.to_read(directory)), target, step, continuous)
 
 
 def synthesize(
-    directory: paths.StrPath,
-    sigma_rel: float | None = None,
-    *,
-    out: paths.StrPath,
-    schedule: Schedule | float | None = None,
-    step: int | None = None,
-    formula: Formula = "exact",
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str | None = None,
-    group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+    directory: paths.StrPath, sigma_rel: float | None = None, *, out: paths.StrPath,
+    schedule: Schedule | float | None = None, step: int | None = None, formula: Formula = "exact",
+    dtype: torch.dtype | str | None = None, max_shard_size: int | str | None = None,
+    group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None, progress: Progress | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Makes that average: ``out`` is a .safetensors file, or a directory in the Hugging Face layout, published as every
     save is. Reads each snapshot once, a few chunks at a time; sums in float64, rounded once. Collective where
     torch.distributed is initialised: each rank writes its own bytes.
@@ -89,13 +78,15 @@ def synthesize(
         {"plan": what was made, with its residual and bounds, "files": [path], "bytes_read", "bytes_written": by this
         rank, "seconds"}.
     """
-    import torch.distributed as dist
+    with with_torch("synthesize()"):
+        import torch.distributed as dist
 
-    from shardow.files import engine
-    from shardow.files.background import settle
-    from shardow.ranks.team import Team
+        from shardow.files import engine
+        from shardow.files.background import settle
+        from shardow.ranks.team import Team, naming
 
-    team = Team(group or (dist.group.WORLD if dist.is_initialized() else None), seconds(timeout))
+    world = dist.group.WORLD if dist.is_initialized() else None
+    team = Team(world if group is None else group, seconds(timeout))
 
     def check() -> tuple[Plan, str, dict[str, Any]]:
         found = plan(directory, sigma_rel, schedule=schedule, step=step, formula=formula)
@@ -105,7 +96,10 @@ def synthesize(
     settle(team.process_group)  # a snapshot may be under way
     found, where, options = team.agree("synthesize()", check)
     told = shown(progress, f"synthesize {Path(where).name}", team.rank)
-    report = _core.posthoc_synthesize(team.group, found, Path(where), **options, timeout=team.timeout, progress=told)
+    with naming(f"synthesize() to {where}"):
+        report = _core.posthoc_synthesize(
+            team.group, found, Path(where), **options, timeout=team.timeout, progress=told
+        )
     return {"plan": found, **report}
 
 
@@ -127,7 +121,9 @@ def sweep(
     drawn = None if picture is None else Path(paths.to_write(picture))
     if drawn is not None and drawn.suffix != ".svg":
         raise invalid(f"{drawn}: the picture is an SVG; give a path that ends in .svg")
-    found: Any = _core.posthoc_sweep(Path(paths.to_read(directory)), step, list(sigma_rels))
+    step = None if step is None else whole("step", step)
+    widths = [number("sigma_rels", width) for width in several("sigma_rels", sigma_rels)]
+    found: Any = _core.posthoc_sweep(Path(paths.to_read(directory)), step, widths)
     if drawn is not None:
         drawn.write_text(found.svg(), encoding="utf-8")
     return found  # type: ignore[no-any-return]

@@ -9,34 +9,41 @@ same names and checks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shardow import errors
 from shardow._core import Schedule
-from shardow.base.checks import invalid, warn
+from shardow.base.checks import invalid, number, warn
+
+
+def _made(kind: str, numbers: Mapping[str, Any]) -> Schedule:
+    return Schedule.make(
+        kind, {key: value if type(value) is bool else number(key, value) for key, value in numbers.items()}
+    )
 
 
 def constant(decay: float) -> Schedule:
     """d = decay, in [0, 1]."""
-    return Schedule.make("constant", locals())
+    return _made("constant", locals())
 
 
 def half_life(steps: float) -> Schedule:
     """The old average halves in ``steps`` optimizer steps: d = 2^(-1 / steps)."""
-    return Schedule.make("half_life", locals())
+    return _made("half_life", locals())
 
 
 def half_life_in_samples(samples: float) -> Schedule:
     """The old average halves in ``samples`` training samples; ``update(samples=)`` must tell how many have been seen.
     Independent of the batch size."""
-    return Schedule.make("half_life_in_samples", locals())
+    return _made("half_life_in_samples", locals())
 
 
 def half_life_fraction(fraction: float, max_steps: float = math.inf) -> Schedule:
     """A half-life of min(max_steps, fraction * n) steps: EDM2's traditional EMA, with 0.09 there (Karras et al., arXiv
     2312.02696).
     """
-    return Schedule.make("half_life_fraction", locals())
+    return _made("half_life_fraction", locals())
 
 
 def inverse_gamma(
@@ -47,19 +54,19 @@ def inverse_gamma(
 
     power 2/3 reaches 0.999 at 31.6 thousand steps, 3/4 at 10 thousand; (1, 1) is the running mean.
     """
-    return Schedule.make("inverse_gamma", locals())
+    return _made("inverse_gamma", locals())
 
 
 def warmup(decay: float) -> Schedule:
     """d = min(decay, (1 + n) / (10 + n)): torch-ema with use_num_updates, which counts before it uses."""
-    return Schedule.make("warmup", locals())
+    return _made("warmup", locals())
 
 
 def tf_warmup(decay: float) -> Schedule:
     """d = min(decay, n / (9 + n)): tf.train.ExponentialMovingAverage with num_updates = n - 1, a global step that is
     not yet increased.
     """
-    return Schedule.make("tf_warmup", locals())
+    return _made("tf_warmup", locals())
 
 
 def timm(
@@ -75,7 +82,7 @@ def timm(
 
     0 for m <= 0; with use_warmup 1 - (1 + m / gamma)^-power into [min_decay, decay]; else decay.
     """
-    return Schedule.make("timm", locals())
+    return _made("timm", locals())
 
 
 def dist_ema(
@@ -91,7 +98,7 @@ def dist_ema(
 
     d = max(min_decay, min(1 - (1 + m / inv_gamma)^-power, decay)). The first two updates copy.
     """
-    return Schedule.make("dist_ema", locals())
+    return _made("dist_ema", locals())
 
 
 def diffusers(
@@ -107,7 +114,7 @@ def diffusers(
 
     0 for m <= 0; 1 - (1 + m / inv_gamma)^-power, or (1 + m) / (10 + m), into [min_decay, decay].
     """
-    return Schedule.make("diffusers", locals())
+    return _made("diffusers", locals())
 
 
 def ema_pytorch(
@@ -124,33 +131,33 @@ def ema_pytorch(
 
     The origin computes in float32; this is within one rounding of it.
     """
-    return Schedule.make("ema_pytorch", locals())
+    return _made("ema_pytorch", locals())
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
     """From ``start`` at step 1 in a straight line to ``end`` at step ``steps``, and there on."""
-    return Schedule.make("linear", {"from": start, "to": end, "steps": steps})
+    return _made("linear", {"from": start, "to": end, "steps": steps})
 
 
 def cosine(start: float, end: float, steps: int) -> Schedule:
     """From ``start`` to ``end`` on half a cosine: end - (end - start) (cos(pi m) + 1) / 2 (BYOL, DINO)."""
-    return Schedule.make("cosine", {"from": start, "to": end, "steps": steps})
+    return _made("cosine", {"from": start, "to": end, "steps": steps})
 
 
 def mean() -> Schedule:
     """Equal weights, 1 / (updates + 1): SWA (torch.optim.swa_utils.get_swa_avg_fn). Counts updates, not steps."""
-    return Schedule.make("mean", {})
+    return _made("mean", {})
 
 
 def power(sigma_rel: float) -> Schedule:
     """Power-function profile of relative width sigma_rel in (0, 0.28]: d = (1 - 1/n)^(gamma + 1). From EDM2, Karras et
     al., arXiv 2312.02696, eq. 121 ff."""
-    return Schedule.make("power", locals())
+    return _made("power", locals())
 
 
 def debiased(decay: float) -> Schedule:
     """Adam's debiased mean as one lerp: 1 - d_n = (1 - decay) / (1 - decay^n); the first update copies."""
-    return Schedule.make("debiased", locals())
+    return _made("debiased", locals())
 
 
 def window(first: int, last: int) -> Schedule:
@@ -160,7 +167,7 @@ def window(first: int, last: int) -> Schedule:
     1 <= first <= last. A mean of the end of a constant learning rate (PMA, arXiv 2505.12082; LAWA, arXiv 2209.14981).
     Pass several for windows that overlap.
     """
-    return Schedule.make("window", locals())
+    return _made("window", locals())
 
 
 def as_schedules(decay: float | Schedule | Sequence[float | Schedule]) -> list[Schedule]:
@@ -179,8 +186,12 @@ def as_schedules(decay: float | Schedule | Sequence[float | Schedule]) -> list[S
 def _as_schedule(decay: object) -> Schedule:
     if isinstance(decay, Schedule):
         return decay
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)):
-        raise errors.UnknownOptionError(f"decay={decay!r}; give a number in [0, 1] or a schedule of shardow.schedules")
+    try:
+        decay = number("decay", decay)
+    except errors.Error:
+        raise errors.UnknownOptionError(
+            f"decay={decay!r}; give a number in [0, 1] or a schedule of shardow.schedules"
+        ) from None
     if not 0 <= decay <= 1:
         raise invalid(f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999")
     if 0 < decay < 0.5:
@@ -188,7 +199,7 @@ def _as_schedule(decay: object) -> Schedule:
             f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose "
             f"decay is {1 - decay}"
         )
-    return constant(float(decay))
+    return constant(decay)
 
 
 __all__ = [

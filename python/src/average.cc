@@ -62,7 +62,11 @@ Any& waited(Any& average) {
 }
 
 nb::dict stats_dict(const Average& average) {
-  const AverageStats stats = waited(average).stats();
+  AverageStats stats;
+  {
+    const nb::gil_scoped_release release;
+    stats = average.stats();
+  }
   nb::dict dict;
   dict["step"] = stats.step;
   dict["updates"] = stats.updates;
@@ -228,13 +232,17 @@ void bind_average(nb::module_& m) {
           "schedules",
           [](const Average& self) { return std::vector(self.schedules().begin(), self.schedules().end()); },
           "In force, one of each average.")
-      .def_prop_ro("decays", &Average::decays,
+      .def_prop_ro("decays", &Average::decays, nb::call_guard<nb::gil_scoped_release>(),
                    "Of the next step, one of each average; NaN where its schedule has none.")
       .def_prop_ro(
           "progress",
           [](const Average& self) {
-            const average::Counters now = Driver::counters(self);
-            return std::tuple(now.step, now.updates, now.applied_step, now.applied_samples);
+            average::Counters counters;
+            {
+              const nb::gil_scoped_release release;
+              counters = Driver::counters(self);
+            }
+            return std::tuple(counters.step, counters.updates, counters.applied_step, counters.applied_samples);
           },
           "(steps counted, updates applied, the step of the last that changed the averages, samples by then), without "
           "waiting.")

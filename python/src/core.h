@@ -7,6 +7,12 @@
 
 namespace shardow::python {
 
+/// Returns a message as Python's text; a path in it may be no UTF-8, and shows as "\xff". The GIL is held.
+nanobind::object to_text(const std::string& message);
+
+/// Returns Python's text as bytes, those of paths as they are on disk. The GIL is held.
+std::string bytes_of(nanobind::handle text);
+
 /// For Python that the engine calls: throws the engine's Error where Python raised one of shardow's. The GIL is held.
 void throw_if_ours(const nanobind::python_error& raised);
 

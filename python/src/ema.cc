@@ -36,12 +36,12 @@ std::vector<std::pair<std::string, Texts>> files_of(const Average& average, cons
 /// ema::Loading, and who is told of progress.
 class Loading {
  public:
-  Loading(Group& group, Average& average, const std::vector<Checkpoint>& files, const std::string& where,
+  Loading(Group& group, Average& average, const std::vector<Checkpoint>& files, const std::filesystem::path& where,
           OptionsFrom from, bool strict, bool verify, double timeout, nb::object progress)
       : told_(std::move(progress)) {
     LoadOptions options = reading(strict, verify, false, timeout, callbacks_.progress(told_));
     const nb::gil_scoped_release release;
-    loading_ = std::make_unique<ema::Loading>(group, average, files, where, std::move(options), from);
+    loading_ = std::make_unique<ema::Loading>(group, average, files, where.string(), std::move(options), from);
   }
 
   nb::tuple take() {
@@ -96,8 +96,13 @@ void bind_ema(nb::module_& m) {
       "group"_a, "call"_a, "state"_a, "facts"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(),
       "A rank's state with what each rank counts for itself summed. `facts`: [(name, text)] that must be equal too. "
       "Collective.");
-  m.def("taken_as", &ema::taken_as, "theirs"_a, "own"_a, "options"_a, "where"_a,
-        "The key in a saved EMA of each average here; raises where their numbers differ.");
+  m.def(
+      "taken_as",
+      [](const Keys& saved, const Keys& own, OptionsFrom from, const std::filesystem::path& where) {
+        return ema::taken_as(saved, own, from, where.string());
+      },
+      "theirs"_a, "own"_a, "options"_a, "where"_a,
+      "The key in a saved EMA of each average here; raises where their numbers differ.");
   m.def(
       "open_ema",
       [](Group& group, const Average& average, const std::filesystem::path& path, OptionsFrom from, double timeout) {
@@ -108,8 +113,8 @@ void bind_ema(nb::module_& m) {
   nb::class_<Loading>(
       m, "Loading",
       "Averages that fit what is about to be loaded into them. Making it is collective, and so is take().")
-      .def(nb::init<Group&, Average&, const std::vector<Checkpoint>&, const std::string&, OptionsFrom, bool, bool,
-                    double, nb::object>(),
+      .def(nb::init<Group&, Average&, const std::vector<Checkpoint>&, const std::filesystem::path&, OptionsFrom, bool,
+                    bool, double, nb::object>(),
            "group"_a, "average"_a, "files"_a, "where"_a, "options"_a, "strict"_a = true, "verify"_a = true,
            "timeout"_a = 600.0, "progress"_a = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("take", &Loading::take, "(report, [(name, there, here)] of the options that are others now)");

@@ -5,7 +5,6 @@
 #include <nanobind/stl/string.h>
 
 #include <cerrno>
-#include <cstring>
 #include <filesystem>
 
 #include "core.h"
@@ -14,11 +13,6 @@ namespace nb = nanobind;
 
 namespace shardow::python {
 namespace {
-
-/// Paths and names in a message may be no UTF-8.
-nb::object to_text(const char* message) {
-  return nb::steal(PyUnicode_DecodeUTF8(message, static_cast<Py_ssize_t>(std::strlen(message)), "backslashreplace"));
-}
 
 void raise(Code code, const char* message, int error) {
   const nb::object made =
@@ -39,6 +33,21 @@ void translate(const std::exception_ptr& thrown, void*) {
 
 }  // namespace
 
+nb::object to_text(const std::string& message) {
+  return nb::steal(PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "backslashreplace"));
+}
+
+std::string bytes_of(nb::handle text) {
+  PyObject* encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogateescape");
+  if (encoded == nullptr) {  // a surrogate without a byte
+    PyErr_Clear();
+    encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace");
+  }
+  if (encoded == nullptr) throw nb::python_error();
+  const auto bytes = nb::steal<nb::bytes>(encoded);
+  return {bytes.c_str(), bytes.size()};
+}
+
 void throw_if_ours(const nb::python_error& raised) {
   const nb::handle error = raised.value();
   if (!nb::isinstance(error, nb::module_::import_("shardow.errors").attr("Error"))) return;
@@ -46,12 +55,14 @@ void throw_if_ours(const nb::python_error& raised) {
   for (int i = 0; i <= static_cast<int>(Code::kInternal); ++i) {
     const Code code = static_cast<Code>(i);
     if (name == base::code_name(code))
-      throw Error(code, nb::cast<std::string>(error.attr("message")), nb::cast<int>(error.attr("os_errno")));
+      throw Error(code, bytes_of(error.attr("message")), nb::cast<int>(error.attr("os_errno")));
   }
 }
 
 std::string without_stack(const nb::python_error& raised) {
-  return std::string(nb::str(raised.type().attr("__name__")).c_str()) + ": " + nb::str(raised.value()).c_str();
+  const nb::object text = nb::steal(PyObject_Str(raised.value().ptr()));
+  if (!text.is_valid()) PyErr_Clear();  // an exception may fail to say what it is
+  return bytes_of(raised.type().attr("__name__")) + ": " + (text.is_valid() ? bytes_of(text) : "");
 }
 
 void bind_errors(nb::module_&) {

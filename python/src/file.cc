@@ -16,10 +16,10 @@
 #include "base/files.h"
 #include "callbacks.h"
 #include "core.h"
-#include "file/claim.h"
 #include "file/crc.h"
 #include "file/header.h"
 #include "file/load.h"
+#include "file/staging.h"
 #include "file_options.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
@@ -46,10 +46,11 @@ class Save {
  public:
   Save(nb::object group, const std::vector<SaveFile>& files, const base::Path& path,
        const std::optional<std::string>& dtype, int64_t max_shard_size, const Strings& metadata, bool checksums,
-       double timeout, nb::object progress, const Strings& texts)
+       double timeout, nb::object progress, const Strings& texts, const std::string& commit)
       : group_(std::move(group)), told_(std::move(progress)) {
     auto options = writing<SaveOptions>(dtype, max_shard_size, metadata, timeout, callbacks_.progress(told_));
     options.texts = texts;
+    options.commit = commit;
     options.checksums = checksums;
     Group& ranks = nb::cast<Group&>(group_);
     const nb::gil_scoped_release release;
@@ -134,9 +135,9 @@ void bind_file(nb::module_& m) {
       m, "Save",
       "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
       .def(nb::init<nb::object, const std::vector<SaveFile>&, const base::Path&, const std::optional<std::string>&,
-                    int64_t, const Strings&, bool, double, nb::object, const Strings&>(),
+                    int64_t, const Strings&, bool, double, nb::object, const Strings&, const std::string&>(),
            "group"_a, "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(),
-           "checksums"_a = true, "timeout"_a = 600.0, "progress"_a = nb::none(), "texts"_a = Strings())
+           "checksums"_a = true, "timeout"_a = 600.0, "progress"_a = nb::none(), "texts"_a = Strings(), "commit"_a = "")
       .def_prop_ro("staging_bytes", &Save::staging_bytes)
       .def("stage", &Save::stage, "memory"_a, "bytes"_a, "Copies what this rank will write to an address.")
       .def("write", &Save::write);

@@ -95,6 +95,11 @@ class InParts final : public MergeSource {
 
 using Tensors = std::variant<Checkpoint, std::shared_ptr<InParts>>;
 
+/// A path as os.fsdecode() has it.
+nb::str decoded(const std::filesystem::path& path) {
+  return nb::str(nb::cast(path));
+}
+
 MergeInput input_of(std::string name, const Tensors& tensors, double coefficient, std::optional<int64_t> step) {
   MergeInput input{std::move(name), std::shared_ptr<const MergeSource>(), coefficient, step};
   if (const auto* const opened = std::get_if<Checkpoint>(&tensors)) {
@@ -110,15 +115,15 @@ nb::dict as_dict(const MergeReport& report) {
   nb::list inputs, files;
   for (const auto& [name, step, coefficient] : report.inputs) {
     nb::dict one;
-    one["name"] = name;
+    one["name"] = decoded(name);
     one["step"] = step;
     one["coefficient"] = coefficient;
     inputs.append(one);
   }
-  for (const auto& file : report.files) files.append(nb::str(nb::cast(file)));
+  for (const auto& file : report.files) files.append(decoded(file));
   result["inputs"] = inputs;
   result["sum"] = report.sum;
-  result["newest"] = report.newest;
+  result["newest"] = decoded(report.newest);
   result["averaged"] = report.averaged;
   result["taken"] = report.taken;
   result["files"] = files;
@@ -178,12 +183,12 @@ void bind_merge(nb::module_& m) {
   nb::class_<MergeInput>(m, "MergeInput", "One of the checkpoints that are merged.")
       .def(
           "__init__",
-          [](MergeInput* self, std::string name, const Tensors& tensors, double coefficient,
+          [](MergeInput* self, const std::filesystem::path& name, const Tensors& tensors, double coefficient,
              std::optional<int64_t> step) {
-            new (self) MergeInput(input_of(std::move(name), tensors, coefficient, step));
+            new (self) MergeInput(input_of(name.string(), tensors, coefficient, step));
           },
           "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none())
-      .def_ro("name", &MergeInput::name)
+      .def_prop_ro("name", [](const MergeInput& input) { return decoded(input.name); })
       .def_ro("step", &MergeInput::step)
       .def_ro("coefficient", &MergeInput::coefficient);
   m.def("step_of", &step_of, "path"_a, "metadata"_a = Strings(),
@@ -194,7 +199,7 @@ void bind_merge(nb::module_& m) {
          std::optional<double> ema, bool per_step, std::optional<size_t> lawa,
          const std::optional<std::string>& curve) {
         Coefficients found = weigh(inputs, rule_of(weights, normalize, ema, per_step, lawa, curve));
-        std::string newest = inputs[newest_of(inputs)].name;
+        nb::str newest = decoded(inputs[newest_of(inputs)].name);
         return std::tuple(std::move(inputs), std::move(found), std::move(newest));
       },
       "inputs"_a, "weights"_a.none(), "normalize"_a, "ema"_a.none(), "per_step"_a, "lawa"_a.none(), "curve"_a.none(),

@@ -65,8 +65,15 @@ void bind_posthoc(nb::module_& m) {
               "And than this part of its largest stored average, by the rounding of stored snapshots: sum |c_j| u_j.")
       .def_ro("least", &Plan::least, "And than this, where stored averages are subnormal: of float16 snapshots.")
       .def_ro("size", &Plan::size, "sum |c_j|.")
-      .def_ro("left_out", &Plan::left_out, "Snapshots of other runs, and of futures that were given up.")
-      .def("__str__", &posthoc::describe)
+      .def_prop_ro(
+          "left_out",
+          [](const Plan& plan) {
+            nb::list left_out;
+            for (const std::string& snapshot : plan.left_out) left_out.append(to_text(snapshot));
+            return left_out;
+          },
+          "Snapshots of other runs, and of futures that were given up.")
+      .def("__str__", [](const Plan& plan) { return to_text(posthoc::describe(plan)); })
       .def("__repr__", [](const Plan& plan) {
         return "PosthocPlan(" + plan.target.key() + " at step " + std::to_string(plan.step) + ")";
       });

@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <utility>
 #include <vector>
 
@@ -37,16 +38,18 @@ class Marks {
 
 class Watch {
  public:
-  Watch(std::vector<nb::dict> dicts, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks,
+  Watch(std::vector<nb::dict> modules, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks,
         nb::callable hint)
-      : dicts_(std::move(dicts)),
+      : modules_(std::move(modules)),
         whole_(std::move(whole)),
         sharded_(std::move(sharded)),
         local_("_local_tensor"),
         marks_(std::move(marks)),
         hint_(std::move(hint)) {
-    for (const nb::dict& dict : dicts_)
-      for (auto [key, value] : dict) contents_.push_back(nb::borrow(value));
+    each_child([this](nb::handle child) {
+      contents_.push_back(nb::borrow(child));
+      return true;
+    });
     recorded_.resize(whole_.size() + sharded_.size());
     visit([this](size_t i, uint64_t mark) {
       recorded_[i] = mark;
@@ -54,16 +57,11 @@ class Watch {
     });
   }
 
-  // The dicts hold the very objects that they held. Runs no Python code, so that nothing can change on the way.
+  // The modules hold the very objects that they held. Runs no Python code, so that nothing can change on the way.
   bool tree_same() const {
     size_t at = 0;
-    for (const nb::dict& dict : dicts_) {
-      Py_ssize_t position = 0;
-      PyObject* value = nullptr;
-      while (PyDict_Next(dict.ptr(), &position, nullptr, &value) != 0)
-        if (at == contents_.size() || contents_[at++].ptr() != value) return false;
-    }
-    return at == contents_.size();
+    return each_child([&](nb::handle child) { return at < contents_.size() && contents_[at++].is(child); }) &&
+           at == contents_.size();
   }
 
   bool memory_same() {
@@ -83,6 +81,23 @@ class Watch {
       hints_ = std::move(hints);
     } catch (const nb::python_error&) {  // a tensor that has become something else; memory_same() says so
     }
+  }
+
+  // f(child) of all that the modules' dicts hold, until it returns false. Looks the dicts up, since a module may be
+  // given others: by unpickling, or by a Sequential that loses a member.
+  template <class F>
+  bool each_child(F f) const {
+    for (const nb::dict& module : modules_) {
+      for (const nb::str& key : keys_) {
+        PyObject* const dict = PyDict_GetItemWithError(module.ptr(), key.ptr());
+        if (dict == nullptr || !PyDict_Check(dict)) return false;
+        Py_ssize_t position = 0;
+        PyObject* value = nullptr;
+        while (PyDict_Next(dict, &position, nullptr, &value) != 0)
+          if (!f(value)) return false;
+      }
+    }
+    return true;
   }
 
   // f(index, mark) of every tensor, until it returns false.
@@ -118,7 +133,9 @@ class Watch {
   static constexpr uintptr_t kTensorBytes = 256;   // torch's TensorImpl
   static constexpr uintptr_t kStorageBytes = 128;  // its StorageImpl
 
-  std::vector<nb::dict> dicts_;
+  std::vector<nb::dict> modules_;  // what is in each one's __dict__
+  std::array<nb::str, 2> keys_{nb::steal<nb::str>(PyUnicode_InternFromString("_parameters")),
+                               nb::steal<nb::str>(PyUnicode_InternFromString("_modules"))};
   std::vector<nb::object> contents_;
   std::vector<nb::object> whole_;
   std::vector<nb::object> sharded_;
@@ -143,13 +160,14 @@ void bind_watch(nb::module_& m) {
             return marks;
           },
           "tensors"_a);
-  nb::class_<Watch>(m, "Watch",
-                    "Remembers what the modules' dicts hold, and where and how whole tensors, and the _local_tensor of "
-                    "sharded ones, lie. "
-                    "hint(tensor): two addresses that torch will read for it; wrong ones do no harm.")
+  nb::class_<Watch>(
+      m, "Watch",
+      "Remembers what modules hold, by their __dict__, and where and how whole tensors, and the _local_tensor of "
+      "sharded ones, lie. "
+      "hint(tensor): two addresses that torch will read for it; wrong ones do no harm.")
       .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks, nb::callable>(),
-           "dicts"_a, "whole"_a, "sharded"_a, "marks"_a, "hint"_a)
-      .def("tree_same", &Watch::tree_same, "Every dict holds the very objects that it held.")
+           "modules"_a, "whole"_a, "sharded"_a, "marks"_a, "hint"_a)
+      .def("tree_same", &Watch::tree_same, "Every module holds the very parameters and modules that it held.")
       .def("memory_same", &Watch::memory_same, "Every tensor lies where and as it lay.");
 }
 

@@ -38,12 +38,9 @@ class Driver:
         self.reset = function("reset", num_devices=integer, seed=long)
         self.run = function("run", stream=pointer, device=integer)
         self.stream = function("stream", pointer, device=integer, number=integer)
-        self.synchronize = function("synchronize")
-        self.pending = function("pending", long)
         self.fail_allocation = function("fail_allocation", number=integer)
         self.allocated = function("allocated", long)
         self.copied_to_host = function("copied_to_host", long)
-        self.copied_to_device = function("copied_to_device", long)
         self._fail_copy = function("fail_copy", number=integer, times=integer)
 
     def fail_copy(self, number: int = 0, times: int = 1) -> None:

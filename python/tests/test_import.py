@@ -125,13 +125,40 @@ def test_import_leaves_heavy_modules_out(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_without_torch_ema_says_what_is_missing() -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        "shardow.EMA",
+        "shardow.memory.plan",
+        "shardow.memory.apply",
+        "shardow.compat",
+        "from shardow.compat import timm",
+        "shardow.posthoc.synthesize('snapshots', 0.1, out='out')",
+    ],
+)
+def test_without_torch_what_needs_it_says_so(use: str) -> None:
     code = (
-        "import sys; sys.modules['torch'] = None\nimport shardow\ntry:\n    shardow.EMA\nexcept ImportError "
-        "as e:\n    print(e)"
+        "import sys; sys.modules['torch'] = None\nimport shardow\ntry:\n    " + use + "\nexcept ImportError as e:"
+        "\n    print(e)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "pip install torch" in done.stdout
+    assert "needs PyTorch: pip install torch" in done.stdout
+
+
+def test_ema_that_lives_to_the_end_of_the_interpreter_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules' globals are None by then."""
+    import torch
+
+    from shardow.averages import core
+
+    ema = shardow.EMA(torch.nn.Linear(2, 2))
+    unraisable: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", unraisable.append)
+        for name in [name for name in vars(core) if not name.startswith("__")]:
+            patch.setattr(core, name, None)
+        del ema
+    assert unraisable == []
 
 
 @pytest.mark.parametrize(

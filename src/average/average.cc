@@ -97,7 +97,7 @@ std::span<const TensorView> Average::views(size_t k) const {
 }
 
 AverageStats Average::stats() const {
-  const auto use = impl_->use("stats()");
+  const auto look = impl_->look();
   impl_->wait();
   impl_->read_counts();
   const average::Counters& counters = impl_->counters;
@@ -171,6 +171,7 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
     }
     options = std::move(merged);
   }
+  read_counts();  // a device's, of updates before: they are not the new counters'
   counters = state.counters;
   met.reset();
 }
@@ -185,7 +186,7 @@ std::span<const Schedule> Average::schedules() const noexcept {
 }
 
 std::vector<double> Average::decays() const {
-  const auto use = impl_->use("decays()");
+  const auto look = impl_->look();
   Progress alone = progress(impl_->counters.applied_samples + 1);
   alone.delta = 1;
   std::vector<double> decays;

@@ -88,7 +88,7 @@ class CudaBackend final : public Backend {
     captured_runs_ = runs_ != nullptr;
   }
 
-  void prepare(const Step& step, bool by_runs) override {
+  NonFiniteCount prepare(const Step& step, bool by_runs) override {
     if (!captured_) {
       base::fail(Code::kInvalidArgument,
                  "no graph has an update() of these weights on device {}, or they have moved since it was captured; "
@@ -106,6 +106,7 @@ class CudaBackend final : public Backend {
     none.num_averages = 0;
     memory_->set_step(runs ? none : step);
     if (runs_) runs_->set_step(runs ? step : none);
+    return {};
   }
 
  private:
@@ -180,15 +181,23 @@ void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool) 
   }
 }
 
-void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction,
+int swapping_device(const TensorView& parameter, const TensorView& average) {
+  const bool swaps =
+      on_cuda(parameter.device) && on_cuda(average.device) && kernels::swaps_in_place(parameter.dtype, average.dtype);
+  return swaps ? parameter.device.index : -1;
+}
+
+void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, kernels::Direction direction,
           base::ThreadPool& pool) {
-  const int64_t count = parameter.region.size();
-  if (on_cuda(parameter.device)) {
-    kernels::cuda::swap(parameter.data, parameter.dtype, average.data, average.dtype, count, direction,
-                        parameter.device);
-  } else {
-    swap_on_host(data_of(parameter), parameter.dtype, data_of(average), average.dtype, count, direction, pool);
+  if (on_cuda(parameters[0].device)) return kernels::cuda::swap(parameters, averages, direction);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    swap_on_host(data_of(parameters[i]), parameters[i].dtype, data_of(averages[i]), averages[i].dtype,
+                 parameters[i].region.size(), direction, pool);
   }
+}
+
+void finish(const TensorView& parameter) {
+  if (on_cuda(parameter.device)) kernels::cuda::finish(parameter.device);
 }
 
 int threads_for(int64_t elements, int num_threads) {

@@ -8,6 +8,7 @@
 
 #include "average/host_table.h"
 #include "base/threads.h"
+#include "kernels/cuda_work.h"
 #include "kernels/kernels.h"
 #include "shardow/tensor_view.h"
 
@@ -37,7 +38,7 @@ class Backend {
   virtual void capture(const kernels::Step& /*step*/) {
   }  ///< launches that a replay repeats, with the step of the last prepare()
   /// In place of update() where the launch is a graph's; a step without averages does nothing.
-  virtual void prepare(const kernels::Step& step, bool by_runs) { update(step, by_runs); }
+  virtual NonFiniteCount prepare(const kernels::Step& step, bool by_runs) { return update(step, by_runs); }
 };
 
 /// How many threads are worth their wake for so many elements; `num_threads` 0: what the process is allowed.
@@ -51,8 +52,16 @@ std::unique_ptr<Backend> make_backend(Device device, std::span<const TensorView>
 /// to <- from, converted, rounded to nearest even. One device, equal sizes.
 void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool);
 
-/// Exchanges a parameter with its average; kernels::swaps_in_place(dtypes) must hold.
-void swap(const TensorView& parameter, const TensorView& average, kernels::Direction direction, base::ThreadPool& pool);
+/// The device that exchanges a parameter with its average in place, kMostSwapped of them in one launch; -1: none.
+int swapping_device(const TensorView& parameter, const TensorView& average);
+inline constexpr size_t kMostSwapped = kernels::cuda::Pairs::kMost;
+
+/// Exchanges parameters of one swapping_device() with their averages; or one, which kernels::swaps_in_place().
+void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, kernels::Direction direction,
+          base::ThreadPool& pool);
+
+/// The host waits until a cast of the parameter has ended.
+void finish(const TensorView& parameter);
 
 /// The same of `count` elements in host memory. Allocate nothing.
 void cast_on_host(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count,

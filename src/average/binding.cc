@@ -69,6 +69,9 @@ std::vector<Place> places_of(std::span<const TensorView> parameters,
     place.parameters = place.some;
     place.averages = place.some_averages;
   }
+  // Devices come first: they refuse a replay before the host, which does its part at once, has changed anything.
+  std::stable_partition(places.begin(), places.end(),
+                        [](const Place& place) { return place.device.kind != Device::Kind::kCpu; });
   return places;
 }
 

@@ -47,11 +47,13 @@ void Driver::abandon_swap(Average& ema) noexcept {
 void Driver::restart(Average& ema) {
   const auto use = ema.impl_->use("restart()");
   ema.reset();
+  ema.impl_->read_counts();
   ema.impl_->counters = {};
   ema.impl_->met.reset();
 }
 
 Counters Driver::counters(const Average& ema) noexcept {
+  const auto look = ema.impl_->look();
   return ema.impl_->counters;
 }
 

@@ -77,6 +77,8 @@ struct Average::Impl {
   /// First in each call of the face that reads or writes what another call may write.
   [[nodiscard]] average::OneUser::Use use(const char* call) const { return {user, call}; }
 
+  [[nodiscard]] average::OneUser::Look look() const { return average::OneUser::Look(user); }
+
   std::span<const TensorView> whole() const {
     return options.replicas != nullptr ? undivided : parts;
   }  ///< parameters as bound
@@ -125,6 +127,8 @@ struct Average::Impl {
   Swap prepare_swap(std::span<const TensorView> weights, size_t k) const;
   void exchange_in();
   void exchange_out();
+  void exchange(size_t first, size_t end, kernels::Direction direction);
+  bool swap_together(size_t i, size_t other) const;
   void undo_swap_in() noexcept;
   average::RingSwap::Tensors through_ring() const;
 

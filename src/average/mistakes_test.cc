@@ -116,7 +116,6 @@ TEST(Mistakes, TwoThreadsAtOnceAreToldSoWhicheverCallTheyMake) {
       [&] { ema.update(views); },
       [&] { ema.bind(views); },
       [&] { ema.wait(); },
-      [&] { ema.stats(); },
       [&] { ema.swap_in(); },
       [&] { ema.swap_out(); },
       [&] { ema.reset(); },

@@ -157,9 +157,7 @@ void Offload::copy_parameters() {
 
 void Offload::set_stream(int index, void* stream) {
   if (index != device_.index || stream == device_.stream) return;
-  if (!kernels::cuda::capturing(device_) && !kernels::cuda::capturing({Device::Kind::kCuda, index, stream})) {
-    ring_->link().join(stream, device_.stream);
-  }
+  ring_->link().join(stream, device_.stream);
   device_.stream = stream;
 }
 

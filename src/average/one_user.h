@@ -1,11 +1,14 @@
-// That one thread at a time uses an Average: found out, not waited for. An exchange of one word, no lock; the release
-// at the end orders what one thread did before what the next one does.
+// Detects that two threads use an Average at a time, and fails; it does not block. Threads that only read figures wait
+// for each other and for the user, and the user for them. An exchange of one word, no lock; the release at the end
+// orders what one thread did before what the next one does.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <string>
 
 #include "base/errors.h"
+#include "base/turns.h"
 
 namespace shardow::average {
 
@@ -13,14 +16,28 @@ class OneUser {
  public:
   explicit OneUser(std::string whose) : whose_(std::move(whose)) {}
 
+  /// While it lives its thread reads figures, which no thread writes meanwhile.
+  class Look {
+   public:
+    explicit Look(OneUser& user) : one_(user), outermost_(user.claim(&reading_, &mark_) == nullptr) {}
+    ~Look() {
+      if (outermost_) one_.user_.store(nullptr, std::memory_order_release);
+    }
+    Look(const Look&) = delete;
+    Look& operator=(const Look&) = delete;
+
+   private:
+    OneUser& one_;
+    const bool outermost_;
+  };
+
   /// While it lives its thread is the user; calls within calls are the same use.
   class Use {
    public:
     Use(OneUser& one, const char* call) : one_(one) {
-      const void* found = nullptr;
-      if (one_.user_.compare_exchange_strong(found, &mark_, std::memory_order_acquire)) return;
-      outermost_ = false;
-      if (found == &mark_) return;
+      const void* const user = one_.claim(&mark_, nullptr);
+      outermost_ = user == nullptr;
+      if (user == nullptr || user == &mark_) return;
       base::fail(Code::kInvalidArgument,
                  "{} of the averages of {} while another thread is in a call of theirs: one thread uses an Average at "
                  "a time; let the threads "
@@ -39,6 +56,18 @@ class OneUser {
   };
 
  private:
+  /// Nothing where `mark` is put in place of nothing; else what is there. Waits for readers to end; a reader waits for
+  /// every user but its `own` thread.
+  const void* claim(const void* mark, const void* own) {
+    for (;;) {
+      const void* user = nullptr;
+      if (user_.compare_exchange_strong(user, mark, std::memory_order_acquire)) return nullptr;
+      if (user != &reading_ && (mark != &reading_ || user == own)) return user;
+      base::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+
+  static inline char reading_ = 0;            // its address is every reader's
   static inline thread_local char mark_ = 0;  // its address is the thread's
 
   const std::string whose_;  // never changes: other threads read it

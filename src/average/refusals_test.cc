@@ -46,6 +46,7 @@ TEST(Average, WrongUseIsAClearErrorBeforeAnythingChanges) {
       {[&] { ema.update(std::vector{narrow}); }, "BF16"},
       {[&] { ema.update(std::vector<TensorView>{}); }, "0 parameters"},
       {[&] { ema.update(0); }, "step 0"},
+      {[&] { ema.update(std::numeric_limits<int64_t>::max()); }, "below 2^62"},
       {[&] { ema.swap_in(1); }, "1 averages"},
       {[&] {
          Average(std::vector{p.view, p.view});

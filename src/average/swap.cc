@@ -1,8 +1,8 @@
 // A swap is a transaction whose record, Impl::Swap, is written after each step, so that the way back is a function of
 // the record alone:
 //   1. memory for all that is kept aside; replicas agree that everybody is here and has it
-//   2. own parts exchange in place, one view after the other; where dtypes forbid it, the weights are kept aside and
-//   receive converted
+//   2. own parts exchange in place, one view after the other, on a device as many as a launch takes; where dtypes
+//   forbid it, the weights are kept aside and receive converted
 //      averages; replicas agree that all of them have
 //   3. `shared` is set, and replicas send each other the parts that they own, so that everybody has the whole averages.
 //   Nothing of a
@@ -78,7 +78,7 @@ bool Average::swapped() const noexcept {
 }
 
 void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
-  const Deadline deadline = base::now() + options.timeout;
+  const Deadline deadline = base::after(options.timeout);
   std::optional<Swap> prepared;
   const auto prepare = [&] {
     if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
@@ -115,7 +115,7 @@ void Average::Impl::undo_swap_in() noexcept {
   try {
     exchange_out();
     if (swap->shared)
-      average::all_gather_parts(*options.replicas, swap->whole, swap->steps, base::now() + options.timeout);
+      average::all_gather_parts(*options.replicas, swap->whole, swap->steps, base::after(options.timeout));
     swap.reset();
   } catch (...) {
   }
@@ -158,8 +158,11 @@ void Average::Impl::exchange_in() {
     }
     const TensorView &weight = swap->weights[i], &average = averages[swap->k][i];
     if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
-      average::swap(weight, average, Direction::kIn, *pool);
-      swap->exchanged = i + 1;
+      size_t end = i + 1;
+      while (end < swap->weights.size() && end - i < average::kMostSwapped && swap_together(i, end)) ++end;
+      exchange(i, end, Direction::kIn);
+      swap->exchanged = end;
+      i = end - 1;
     } else {
       average::cast(weight, memory_as(weight, swap->kept[i]), *pool);
       swap->exchanged = i + 1;  // from here on taking back is right, whether or not the next line was reached
@@ -172,7 +175,7 @@ void Average::Impl::exchange_in() {
 void Average::Impl::exchange_out() {
   while (swap->exchanged > 0) {
     step_done();
-    const size_t i = swap->exchanged - 1;
+    size_t i = swap->exchanged - 1;
     const auto ring = std::find_if(swap->rings.begin(), swap->rings.end(),
                                    [&](const auto& one) { return one.end() == swap->exchanged; });
     if (ring != swap->rings.end()) {
@@ -182,16 +185,30 @@ void Average::Impl::exchange_out() {
     }
     const TensorView& weight = swap->weights[i];
     if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
-      average::swap(weight, averages[swap->k][i], Direction::kOut, *pool);
+      while (i > 0 && swap->exchanged - i < average::kMostSwapped && swap_together(i, i - 1)) --i;
+      exchange(i, swap->exchanged, Direction::kOut);
     } else {
       average::cast(memory_as(weight, swap->kept[i]), weight, *pool);
     }
     swap->exchanged = i;
   }
+  for (size_t i = 0; i < swap->kept.size(); ++i) {
+    if (swap->kept[i].bytes() > 0) average::finish(swap->weights[i]);
+  }
+}
+
+bool Average::Impl::swap_together(size_t i, size_t other) const {
+  const auto device_of = [&](size_t at) { return average::swapping_device(swap->weights[at], averages[swap->k][at]); };
+  return device_of(i) >= 0 && device_of(i) == device_of(other);
+}
+
+void Average::Impl::exchange(size_t first, size_t end, Direction direction) {
+  const std::span<const TensorView> weights = swap->weights, averaged = averages[swap->k];
+  average::swap(weights.subspan(first, end - first), averaged.subspan(first, end - first), direction, *pool);
 }
 
 void Average::Impl::swap_out() {
-  const Deadline deadline = base::now() + options.timeout;
+  const Deadline deadline = base::after(options.timeout);
   bool shared = swap && swap->shared;
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_out()", options.timeout);

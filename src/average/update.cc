@@ -26,6 +26,9 @@ constexpr double kStochasticBelow = 5e-5;
 }  // namespace
 
 int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
+  constexpr int64_t kMost = int64_t{1} << 62;
+  if (const int64_t last = step.value_or(counters.step); last >= kMost)
+    fail(Code::kInvalidArgument, "update(step={}): steps are below 2^62", last);
   if (!step) return counters.step + 1;
   if (*step <= counters.step) {
     fail(Code::kInvalidArgument,
@@ -92,7 +95,7 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
     if (!options.overlap) count = dispatch(planned);
     if (worker_) begin_background(planned, counters);
   } else {
-    for (const auto& backend : bound.backends) backend->prepare(planned, draws_by_runs(planned));
+    for (const auto& backend : bound.backends) count.add(backend->prepare(planned, draws_by_runs(planned)));
   }
   counters.step = step;
   counters.applied_step = step;
@@ -190,7 +193,11 @@ NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
 void Average::Impl::hold(const NonFiniteCount& count, int64_t step) {
   if (count.elements == 0 || options.non_finite == NonFinite::kPropagate) return;
   counters.held_non_finite += count.elements;
-  if (!met) met = Met{step, count.elements, part_of(count.first)};
+  const size_t part = part_of(count.first);
+  if (!met) met = Met{step, 0, part};
+  if (met->step != step) return;
+  met->elements += count.elements;  // devices and the host tell of their parts one after the other
+  met->part = std::min(met->part, part);
 }
 
 size_t Average::Impl::part_of(const void* element) const {

@@ -9,6 +9,11 @@
 namespace shardow::base {
 
 inline std::atomic<long> num_allocations{0};
+inline bool (*uncounted)() = nullptr;  // says whether this thread's do not count at this moment
+
+inline void count_allocation() {
+  if (uncounted == nullptr || !uncounted()) num_allocations.fetch_add(1, std::memory_order_relaxed);
+}
 
 /// How often `fn()` allocated, over all threads.
 template <typename Fn>
@@ -39,7 +44,7 @@ bool fails_at_allocation(long n, Fn&& fn) {
 // Weak: several files of a program may include this. Not inlined: a compiler that sees malloc() behind new and free()
 // behind delete takes the pairs for mistakes.
 [[gnu::noinline, gnu::weak]] void* operator new(std::size_t bytes) {
-  shardow::base::num_allocations.fetch_add(1, std::memory_order_relaxed);
+  shardow::base::count_allocation();
   if (shardow::base::allocations_until_refusal.load() >= 0 &&
       shardow::base::allocations_until_refusal.fetch_sub(1) == 0) {
     throw std::bad_alloc();
@@ -48,7 +53,7 @@ bool fails_at_allocation(long n, Fn&& fn) {
   throw std::bad_alloc();
 }
 [[gnu::noinline, gnu::weak]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
-  shardow::base::num_allocations.fetch_add(1, std::memory_order_relaxed);
+  shardow::base::count_allocation();
   return std::malloc(bytes == 0 ? 1 : bytes);
 }
 [[gnu::noinline, gnu::weak]] void operator delete(void* memory) noexcept {

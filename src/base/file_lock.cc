@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 
 #include <cerrno>
 #include <utility>
@@ -38,6 +39,13 @@ FileLock::Result FileLock::take(const Path& path, int flags) {
   const bool others = errno == EWOULDBLOCK || errno == EACCES;
   calls_->close(fd);
   return others ? Result::kOthers : Result::kUnknown;
+}
+
+bool FileLock::is_at(const Path& path) const {
+  struct stat locked {
+  }, current{};
+  return ::fstat(fd_, &locked) == 0 && calls_->lstat(path.c_str(), &current) == 0 && locked.st_ino == current.st_ino &&
+         locked.st_dev == current.st_dev;
 }
 
 void FileLock::release() noexcept {

@@ -23,7 +23,8 @@ class FileLock {
 
   Result take(const Path& path);  ///< at once
   bool held() const noexcept { return fd_ >= 0; }
-  void release() noexcept;  ///< also of what children of this process inherited
+  bool is_at(const Path& path) const;  ///< whether what is held lies at `path` now
+  void release() noexcept;             ///< also of what children of this process inherited
 
  private:
   Result take(const Path& path, int flags);

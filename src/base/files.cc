@@ -2,12 +2,10 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <linux/fs.h>
 #include <linux/magic.h>
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -84,9 +82,6 @@ int Syscalls::sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags)
 }
 int Syscalls::rename(const char* from, const char* to) {
   return ::rename(from, to);
-}
-int Syscalls::rename_exchange(const char* a, const char* b) {
-  return static_cast<int>(::syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE));
 }
 int Syscalls::mkdir(const char* path, mode_t mode) {
   return ::mkdir(path, mode);
@@ -253,12 +248,6 @@ void File::close() {
 
 void rename(const Path& from, const Path& to) {
   if (syscalls().rename(from.c_str(), to.c_str()) != 0) fail_io(errno, to, "cannot be put in place");
-}
-
-bool rename_exchange(const Path& a, const Path& b) {
-  if (syscalls().rename_exchange(a.c_str(), b.c_str()) == 0) return true;
-  if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) return false;
-  fail_io(errno, b, "cannot be exchanged");
 }
 
 void sync(const Path& path) {

@@ -34,7 +34,6 @@ class Syscalls {
   virtual int fsync(int fd);
   virtual int sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags);
   virtual int rename(const char* from, const char* to);
-  virtual int rename_exchange(const char* a, const char* b);  ///< renameat2(RENAME_EXCHANGE)
   virtual int mkdir(const char* path, mode_t mode);
   virtual int link(const char* from, const char* to);
   virtual int unlink(const char* path);
@@ -120,9 +119,7 @@ auto in_our_words(Fn fn) {
 }
 
 void rename(const Path& from, const Path& to);
-bool rename_exchange(const Path& a,
-                     const Path& b);  ///< each gets the other's name, atomically; false where the file system cannot
-void sync(const Path& path);          ///< a file's bytes, or a directory's names, so that they survive a crash
+void sync(const Path& path);  ///< a file's bytes, or a directory's names, so that they survive a crash
 
 /// Of the file system behind a directory.
 struct Space {

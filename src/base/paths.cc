@@ -59,8 +59,10 @@ void make_directories(const Path& path) {
   sync(above);
 }
 
-void link(const Path& from, const Path& to) {
-  if (syscalls().link(from.c_str(), to.c_str()) != 0) fail_io(errno, from, "cannot be linked");
+bool link(const Path& from, const Path& to) {
+  if (syscalls().link(from.c_str(), to.c_str()) == 0) return true;
+  if (syscalls().left_one()) fail_io(errno, to, "cannot be linked");
+  return false;
 }
 
 void remove_file(const Path& path) {
@@ -76,7 +78,9 @@ void remove_tree(const Path& path) noexcept {
     const std::optional<Found> found = look_at_itself(path);
     if (!found) return;
     if (!found->directory()) return remove_file(path);
-    for (const std::string& name : names_in(path)) remove_tree(path / name);
+    for (const std::string& name : names_in(path)) {
+      if (const auto in = look_at_itself(path / name); in && !in->directory()) remove_file(path / name);
+    }
     remove_directory(path);
   } catch (const Error&) {  // it stays
   } catch (const std::exception&) {

@@ -92,7 +92,7 @@ TimedCalls::Returned TimedCalls::make(Call call, Caller::Late late) {
     const ssize_t result = call();
     return {result, errno};
   }
-  const Returned returned = caller->make(std::move(call), std::move(late), base::now() + patience);
+  const Returned returned = caller->make(std::move(call), std::move(late), base::after(patience));
   const Lock lock(mutex_);
   if (returned.left) {
     --num_callers_;
@@ -214,12 +214,6 @@ int TimedCalls::rename(const char* from, const char* to) {
     return changing(from, to, [from = std::string(from), to = std::string(to)] {
       return Syscalls().rename(from.c_str(), to.c_str());
     });
-  }));
-}
-int TimedCalls::rename_exchange(const char* a, const char* b) {
-  return static_cast<int>(with_memory([&] {
-    return changing(
-        a, b, [a = std::string(a), b = std::string(b)] { return Syscalls().rename_exchange(a.c_str(), b.c_str()); });
   }));
 }
 int TimedCalls::link(const char* from, const char* to) {
@@ -347,8 +341,9 @@ void NameChange::leave() noexcept {
 
 bool may_still_change(const Path& path) {
   const Lock lock(changes().mutex);
+  const auto is_there = [&](const Path& name) { return name == path || parent_of(name) == path; };
   const auto is_of = [&](const NameChange* one) {
-    return one->left_ && (one->first_ == path.native() || one->second_ == path.native());
+    return one->left_ && (is_there(one->first_) || is_there(one->second_));
   };
   return std::any_of(changes().all.begin(), changes().all.end(), is_of);
 }

@@ -77,7 +77,6 @@ class TimedCalls : public Syscalls {
   int flock(int fd, int operation) override;
   int sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags) override;
   int rename(const char* from, const char* to) override;
-  int rename_exchange(const char* a, const char* b) override;
   int mkdir(const char* path, mode_t mode) override;
   int link(const char* from, const char* to) override;
   int unlink(const char* path) override;
@@ -128,7 +127,8 @@ class NameChange {
   bool left_ = false;
 };
 
-/// Whether a call of this process that was left has not returned yet, and may change what lies at `path` when it does.
+/// Whether a call of this process that was left has not returned yet, and may change what lies at `path`, or in it,
+/// when it does.
 bool may_still_change(const Path& path);
 
 }  // namespace shardow::base

@@ -3,6 +3,7 @@
 // and one seed replays an interleaving.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -40,6 +41,11 @@ inline Turns* turns = nullptr;
 
 inline Time now() {
   return turns != nullptr ? turns->now() : std::chrono::steady_clock::now();
+}
+
+/// The end of a timeout, of which a clock can't hold every one: at most ten years from now.
+inline Time after(std::chrono::milliseconds timeout) {
+  return now() + std::min<std::chrono::milliseconds>(timeout, std::chrono::years(10));
 }
 
 inline double seconds_since(Time began) {

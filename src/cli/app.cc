@@ -6,6 +6,8 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "base/errors.h"
 #include "cli/exit_status.h"
@@ -94,6 +96,10 @@ std::string Help::make_subcommand(const CLI::App* verb) const {
   return out.str();
 }
 
+[[noreturn]] void no_verb(std::string_view word) {
+  base::fail(Code::kInvalidArgument, "there is no verb '{}'; see shardow --help", word);
+}
+
 /// Answers what CLI11 has to say, `first` being the first word: help and the version are no errors, all else is a wrong
 /// call.
 int answer(const CLI::App& app, const CLI::ParseError& error, std::string_view first) {
@@ -104,8 +110,7 @@ int answer(const CLI::App& app, const CLI::ParseError& error, std::string_view f
   } else if (error.get_name() == "CallForVersion") {
     put(std::string(error.what()) + "\n");
   } else {
-    if (verb == &app && !first.empty() && !first.starts_with('-'))
-      base::fail(Code::kInvalidArgument, "there is no verb '{}'; see shardow --help", first);
+    if (verb == &app && !first.empty() && !first.starts_with('-')) no_verb(first);
     if (verb == &app && first.empty()) base::fail(Code::kInvalidArgument, "a verb is required; see shardow --help");
     const std::string name = verb == &app ? "shardow" : "shardow " + verb->get_name();
     base::fail(Code::kInvalidArgument, "{}; see {} --help", error.what(), name);
@@ -165,10 +170,19 @@ int run(int argc, char** argv) noexcept {
     prepare_process();
     Action chosen;
     const auto app = make_app(chosen);
+    std::vector<std::string> words(argv + 1, argv + argc);
+    if (!words.empty() && words[0] == "help") {  // "help inspect" is "inspect --help"
+      words.erase(words.begin());
+      const auto is_it = [&](const CLI::App* verb) { return !words.empty() && verb->get_name() == words[0]; };
+      if (!words.empty() && app->get_subcommands(is_it).empty()) no_verb(words[0]);
+      words.emplace_back("--help");
+    }
+    const std::string first = words.empty() ? "" : words[0];
+    std::reverse(words.begin(), words.end());  // as CLI11 takes them
     try {
-      app->parse(argc, argv);
+      app->parse(std::move(words));
     } catch (const CLI::ParseError& error) {
-      return answer(*app, error, argc > 1 ? argv[1] : "");
+      return answer(*app, error, first);
     }
     const int status = chosen();
     flush_output();

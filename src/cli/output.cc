@@ -5,7 +5,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -25,6 +29,17 @@ const std::vector<std::pair<std::string, double>> kUnits = {
     {"", 1},     {"B", 1},    {"K", 1e3},   {"KB", 1e3},   {"M", 1e6},       {"MB", 1e6},      {"G", 1e9},
     {"GB", 1e9}, {"T", 1e12}, {"TB", 1e12}, {"KIB", 1024}, {"MIB", 1048576}, {"GIB", 1 << 30}, {"TIB", 0x1p40},
 };
+
+/// The dtype that is also spelled "bf16", "BF16" or "Float32"; other texts stay.
+std::string in_full(std::string text) {
+  static const std::map<std::string, std::string, std::less<>> kShort = {{"f64", "float64"},  {"f32", "float32"},
+                                                                         {"fp32", "float32"}, {"bf16", "bfloat16"},
+                                                                         {"f16", "float16"},  {"fp16", "float16"}};
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  const auto full = kShort.find(text);
+  return full == kShort.end() ? text : full->second;
+}
 
 /// What elsewhere means standard output.
 std::string no_stream(const std::string& path) {
@@ -122,6 +137,7 @@ std::vector<CLI::Option*> add_output(CLI::App& verb, OutputOptions& options, boo
           ->check(no_stream, "")
           ->option_text("OUT"));
   added.push_back(verb.add_option("--dtype", options.dtype, "of floating tensors; others stay as they are")
+                      ->transform(in_full)
                       ->check(CLI::IsMember(names))
                       ->option_text(CLI::detail::join(names, "|")));
   added.push_back(

@@ -70,6 +70,7 @@ void print_plan(const posthoc::Plan& plan, const MergeReport& report, const Outp
     if (end == std::string::npos) end = text.size();
     print("{}\n", shown(std::string_view(text).substr(begin, end - begin)));
   }
+  if (output.path.empty()) return;
   print("{}: {}, {}, {}\n", shown(output.path), counted(report.averaged.size() + report.taken.size(), "tensor"),
         shown_bytes(report.bytes_written), counted(report.files.size(), "file"));
 }
@@ -98,10 +99,15 @@ void print_json(const posthoc::Plan& plan, const MergeReport& report) {
 }
 
 int synthesize(const PosthocOptions& options) {
-  posthoc::check_output(options.directory, options.output.path);
+  const bool writes = !options.output.path.empty();
+  if (writes) posthoc::check_output(options.directory, options.output.path);
   const posthoc::Plan plan =
       posthoc::plan(options.directory,
                     {.target = Schedule::power(*options.sigma_rel), .step = options.step, .poll = check_interrupted});
+  if (!writes) {
+    options.output.json ? print_json(plan, {}) : print_plan(plan, {}, options.output);
+    return 0;
+  }
   MergeOptions merge_options;
   merge_options.dtype = options.output.file_dtype();
   merge_options.max_shard_size = options.output.shard_bytes();
@@ -115,12 +121,12 @@ int synthesize(const PosthocOptions& options) {
 }
 
 int posthoc_verb(const PosthocOptions& options) {
-  const bool writes = options.sigma_rel.has_value() && !options.output.path.empty();
-  if (options.sweep.empty() && !writes)
+  if (options.sweep.empty() && !options.sigma_rel)
     base::fail(
         Code::kInvalidArgument,
-        "give --sigma-rel and -o for an average, or --sweep for a picture of the errors; see shardow posthoc --help");
-  return writes ? synthesize(options) : sweep(options);
+        "give --sigma-rel, and -o to have that average, or --sweep for a picture of the errors; see shardow posthoc "
+        "--help");
+  return options.sigma_rel ? synthesize(options) : sweep(options);
 }
 
 }  // namespace
@@ -134,7 +140,8 @@ void add_posthoc(CLI::App& app, Action& chosen) {
   verb.add_option("DIR", options->directory, "where EMA.snapshot() wrote, or the directory of whole checkpoints")
       ->required();
   CLI::Option* const sigma = verb.add_option("--sigma-rel", options->sigma_rel,
-                                             "width of the profile, in parts of the training's length: at most 0.28")
+                                             "width of the profile, in parts of the training's length: at most 0.28; "
+                                             "without -o, how near the average would come")
                                  ->option_text("S");
   verb.add_option("--step", options->step, "the average at this step; by default at the last snapshot")
       ->transform([](const std::string& step) {

@@ -8,7 +8,6 @@
 #include "base/files.h"
 #include "base/paths.h"
 #include "file/index.h"
-#include "file/names.h"
 
 namespace shardow::cli {
 namespace {
@@ -73,33 +72,31 @@ bool has_model(const fs::path& directory) {
 }
 
 std::vector<Source> open_sources(const fs::path& path) {
-  const fs::path stands = file::standing(path);  // where a save died halfway, beside the path
-  if (!base::leads_to_directory(stands)) return {{"", open_checkpoint(path)}};
+  if (!base::leads_to_directory(path)) return {{"", open_checkpoint(path)}};
   std::vector<Source> found;
   std::set<std::string> taken;
-  if (has_model(stands)) {
+  if (has_model(path)) {
     found.push_back({"", Checkpoint::open(path)});
     taken = file_names(found[0].checkpoint);
   }
   std::vector<std::string> others;
-  for (std::string& name : safetensors_in(stands)) {
+  for (std::string& name : safetensors_in(path)) {
     if (!taken.contains(name)) others.push_back(std::move(name));
   }
-  std::vector<Checkpoint> opened = others.empty() ? std::vector<Checkpoint>() : Checkpoint::open_files(stands, others);
+  std::vector<Checkpoint> opened = others.empty() ? std::vector<Checkpoint>() : Checkpoint::open_files(path, others);
   for (size_t i = 0; i < others.size(); ++i) found.push_back({others[i], opened[i]});
   if (found.empty()) find_nothing(path);
   return found;
 }
 
 Checkpoint open_one(const fs::path& path) {
-  const fs::path stands = file::standing(path);
-  if (!base::leads_to_directory(stands) || has_model(stands)) return open_checkpoint(path);
-  const std::vector<std::string> names = safetensors_in(stands);
+  if (!base::leads_to_directory(path) || has_model(path)) return open_checkpoint(path);
+  const std::vector<std::string> names = safetensors_in(path);
   if (names.empty()) find_nothing(path);
   if (names.size() > 1)
     base::fail(Code::kInvalidArgument, "{} is no model but has {} files, {}; name one of them", path.string(),
                names.size(), fmt::join(names, ", "));
-  return Checkpoint::open(stands / names[0]);
+  return Checkpoint::open(path / names[0]);
 }
 
 std::string full_name(const Source& source, const std::string& name) {

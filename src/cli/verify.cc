@@ -9,7 +9,6 @@
 #include "cli/sources.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
-#include "file/names.h"
 
 namespace shardow::cli {
 namespace {
@@ -66,13 +65,13 @@ void add_file(Asked& asked, const fs::path& path) {
 }
 
 void find_files(Asked& asked) {
-  const fs::path stands = file::standing(asked.path);
-  if (!base::leads_to_directory(stands)) return add_file(asked, asked.path);
-  if (has_model(stands)) asked.attempt([&] { Checkpoint::open(stands); });  // each tensor is where the index says
-  const std::vector<std::string> names = safetensors_in(stands);
+  if (!base::leads_to_directory(asked.path)) return add_file(asked, asked.path);
+  if (has_model(asked.path))
+    asked.attempt([&] { Checkpoint::open(asked.path); });  // each tensor is where the index says
+  const std::vector<std::string> names = safetensors_in(asked.path);
   if (names.empty())
     base::fail(Code::kNotFound, "{}: there is no .safetensors file in this directory", asked.path.string());
-  for (const std::string& name : names) add_file(asked, stands / name);
+  for (const std::string& name : names) add_file(asked, asked.path / name);
 }
 
 std::string what_was_checked(const FileCheck& file) {

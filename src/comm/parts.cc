@@ -41,7 +41,7 @@ void Parts::run(const std::function<Part()>& part) {
     return out.bytes();
   };
   for (bool all_done = false; !all_done;) {
-    const std::string all = agree_on(group_, base::now() + timeout_, step, sum_up);
+    const std::string all = agree_on(group_, base::after(timeout_), step, sum_up);
     Receiver in(all);
     done_ += in.number();
     all_done = in.number() != 0;

@@ -8,6 +8,7 @@
 #include "base/paths.h"
 #include "ema/names.h"
 #include "file/index.h"
+#include "file/names.h"
 #include "shardow/checkpoint.h"
 
 namespace shardow {
@@ -80,7 +81,12 @@ std::string ema_file_name(std::string_view key) {
 
 std::vector<EmaFile> ema_files_in(const base::Path& directory, bool beside_a_model) {
   if (!beside_a_model && has_a_model(directory)) return {};
-  for (const std::string& name : newest_first(directory)) {
+  const auto listing = file::listing_in(directory, file::kAveragesName);
+  std::vector<std::string> names;  // of the averages' files
+  if (listing) {
+    for (const auto& [name, file] : listing->files) names.push_back(name);
+  }
+  for (const std::string& name : names.empty() ? newest_first(directory) : names) {
     std::vector<EmaFile> files;
     for (std::string& key : decay_keys_in(Checkpoint::open(directory / name).metadata())) {
       std::string named = ema_file_name(key);

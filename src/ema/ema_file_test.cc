@@ -102,8 +102,26 @@ TEST_F(EmaFiles, AreThoseOfTheSavedSchedulesInTheirOrder) {
 }
 
 TEST_F(EmaFiles, AreOfTheEmaThatWasSavedLast) {
-  save_ema(kSchedules);
-  save_ema({Schedule::constant(0.7), Schedule::constant(0.5)});
+  for (int round = 0; round < 2; ++round) {
+    save_ema(kSchedules);
+    EXPECT_EQ(found(), kFound);
+    save_ema({Schedule::constant(0.7), Schedule::constant(0.5)});
+    EXPECT_EQ(found(), (Keys{"0.7: ema-0.7.safetensors", "0.5: ema-0.5.safetensors"}));
+  }
+}
+
+/// An earlier version wrote no list.
+TEST_F(EmaFiles, WithoutAListAreThoseOfTheNewest) {
+  const auto save_each = [&](const std::vector<Schedule>& schedules) {
+    float weight = 1;
+    const TensorView view{"w", DType::kF32, Region::whole({1}), &weight};
+    for (const std::string& key : decay_keys(schedules)) {
+      const SaveOptions options{.metadata = {{kStateKey, state_of(schedules)}}};
+      save(*solo(), std::span(&view, 1), folder_ / ema_file_name(key), options);
+    }
+  };
+  save_each(kSchedules);
+  save_each({Schedule::constant(0.7), Schedule::constant(0.5)});
   touch("ema-0.7.safetensors");
   EXPECT_EQ(found(), (Keys{"0.7: ema-0.7.safetensors", "0.5: ema-0.5.safetensors"}));
   touch("ema-0.9999.safetensors");
@@ -123,6 +141,7 @@ TEST_F(EmaFiles, AreNotWhatOnlyHasSuchAName) {
   fs::rename(folder_ / "model.safetensors", folder_ / "ema-mine.safetensors");
   EXPECT_EQ(found(), Keys());
   save_ema({Schedule::constant(0.7), Schedule::constant(0.6)});
+  fs::remove(folder_ / "averages.json");
   fs::rename(folder_ / "ema-0.7.safetensors",
              folder_ / "ema-copy.safetensors");  // of an EMA, but under no name of its own
   save_ema(kSchedules);

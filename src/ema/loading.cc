@@ -25,7 +25,7 @@ using base::fail;
 using Keys = std::vector<std::string>;
 
 Deadline after(std::chrono::milliseconds timeout) {
-  return base::now() + timeout;
+  return base::after(timeout);
 }
 
 const char* name_of(OptionsFrom from) {

@@ -118,7 +118,7 @@ TEST_F(SavedAverage, GoesOnAtAnotherNumberOfRanksAsIfItHadNotStopped) {
       EXPECT_TRUE(bytes_of(one.path()) == bytes_of(resumed / one.path().filename())) << one.path();
       ++files;
     }
-    EXPECT_EQ(files, static_cast<int>(schedules.size()));
+    EXPECT_EQ(files, static_cast<int>(schedules.size() + (schedules.size() > 1)));  // with the list of their names
     for (const fs::path& one : {saved, straight, resumed}) fs::remove_all(one);
   }
 }

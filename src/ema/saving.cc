@@ -42,7 +42,7 @@ std::vector<SaveFile> ema_files_with(const Average& ema, const std::string& stat
 
 SaveReport save(Group& group, const Average& ema, const std::filesystem::path& path, const SaveOptions& options) {
   group.begin("save()", options.timeout);
-  const Deadline deadline = base::now() + options.timeout;
+  const Deadline deadline = base::after(options.timeout);
   std::string state;
   std::optional<ema::Copies> copies;
   agree(group, deadline, [&] {
@@ -57,7 +57,7 @@ SaveReport save(Group& group, const Average& ema, const std::filesystem::path& p
 
 std::vector<SaveFile> ema_files(Group& group, const Average& ema, std::chrono::milliseconds timeout) {
   group.begin("ema_files()", timeout);
-  const Deadline deadline = base::now() + timeout;
+  const Deadline deadline = base::after(timeout);
   std::string state;
   agree(group, deadline, [&] {
     check(ema, {});

@@ -9,6 +9,7 @@
 #include "comm/wire.h"
 #include "file/index.h"
 #include "file/kinds.h"
+#include "file/names.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
@@ -33,9 +34,16 @@ void check_options(std::span<const SaveFile> files, const SaveOptions& options) 
   }
   for (const auto& [name, text] : options.texts) {
     if (name.empty() || name == "." || name == ".." || base::Path(name).filename() != name ||
-        name.ends_with(".safetensors") || name == kIndexName)
+        name.ends_with(".safetensors") || name == kIndexName || (name == kAveragesName && name != options.commit))
       fail(Code::kInvalidArgument,
            "'{}' is no name for a text beside a checkpoint: a plain one, of no file that a save writes", name);
+  }
+  if (const auto text = options.texts.find(options.commit); !options.commit.empty()) {
+    const bool is_list = options.commit == kAveragesName || options.commit == kManifestName;
+    if (!is_list || names.empty() || (text != options.texts.end() && !text->second.ends_with('}')))
+      fail(Code::kInvalidArgument,
+           "commit '{}': {} or {} of rank 0's texts, a JSON object, goes with files that have names", options.commit,
+           kAveragesName, kManifestName);
   }
   if (options.max_shard_size > 0 && !names.empty())
     fail(Code::kInvalidArgument, "max_shard_size splits one file; {} are given", files.size());
@@ -43,9 +51,8 @@ void check_options(std::span<const SaveFile> files, const SaveOptions& options) 
 
 void check_views(std::span<const SaveFile> files, const SaveOptions& options, bool is_produced) {
   for (const SaveFile& file : files) {
+    if (!is_produced) check_memory(file.tensors);
     for (const TensorView& view : file.tensors) {
-      if (view.data == nullptr && view.region.size() > 0 && !is_produced)
-        fail(Code::kInvalidArgument, "'{}' has no memory: its data is null", view.name);
       if (file.exact && options.dtype && view.dtype != *options.dtype && is_floating(view.dtype)) {
         fail(Code::kInvalidArgument,
              "'{}'{}{} is {} and a run goes on from it: dtype {} would round it. Save it without; for inference save "
@@ -85,6 +92,7 @@ std::vector<std::pair<std::string, std::string>> facts_of(std::span<const SaveFi
           {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},
           {"max_shard_size", size_text(options.max_shard_size)},
           {"checksums", options.checksums ? "on" : "off"},
+          {"commit", options.commit.empty() ? "none" : options.commit},
           {"the list of files", fmt::format("[{}]", fmt::join(names, ", "))}};
 }
 
@@ -136,6 +144,13 @@ void check_call(std::span<const SaveFile> files, const SaveOptions& options, con
   if (producer != nullptr && producer->threads < 1) fail(Code::kInvalidArgument, "{} threads", producer->threads);
   check_options(files, options);
   check_views(files, options, producer != nullptr);
+}
+
+void check_memory(std::span<const TensorView> views) {
+  for (const TensorView& view : views) {
+    if (view.data == nullptr && view.region.size() > 0)
+      fail(Code::kInvalidArgument, "'{}' has no memory: its data is null", view.name);
+  }
 }
 
 Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options,

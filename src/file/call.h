@@ -15,6 +15,9 @@ namespace shardow::file {
 /// Local.
 void check_call(std::span<const SaveFile> files, const SaveOptions& options, const Producer* producer);
 
+/// Throws kInvalidArgument where a view's data is null. Local.
+void check_memory(std::span<const TensorView> views);
+
 /// What all ranks know of a call when it has begun.
 struct Call {
   std::string nonce;  ///< rank 0's, of this save alone

@@ -47,6 +47,19 @@ TEST_F(Checkpoints, OfARankThatNeverComesTimesOutOnAll) {
   EXPECT_TRUE(names().empty());
 }
 
+TEST_F(Checkpoints, WithATimeoutThatNoClockHoldsAreSavedAndLoaded) {
+  for (const int ranks : {1, 3}) {
+    EXPECT_EQ(on_ranks(ranks,
+                       [&](Group& group) {
+                         auto held = hold(rows, group.rank(), ranks, true);
+                         const fs::path path = folder_ / "a.safetensors";
+                         save(group, views_of(held), path, {.timeout = std::chrono::milliseconds::max()});
+                         load(group, views_of(held), path, {.timeout = std::chrono::milliseconds::max()});
+                       }),
+              all(ranks, kFine));
+  }
+}
+
 TEST_F(Checkpoints, WhoseProgressCannotBeToldIsOneErrorForAllAtOnce) {
   ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 3), all(3, kFine));
   const std::string before = bytes_of(folder_ / "a.safetensors");

@@ -116,7 +116,7 @@ Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>&
   Raw raw;
   std::string long_text;
   const std::string first = comm::agree_on(
-      group, base::now() + timeout,
+      group, base::after(timeout),
       [&] {
         if (group.rank() != 0) return std::string();
         raw = read_raw(path, names);
@@ -136,7 +136,7 @@ Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>&
   const auto size = static_cast<size_t>(in.number());
   if (size > kFewBytes) {
     long_text.resize(size);
-    group.broadcast(std::as_writable_bytes(std::span(long_text)), 0, base::now() + timeout);
+    group.broadcast(std::as_writable_bytes(std::span(long_text)), 0, base::after(timeout));
   }
   return group.rank() == 0 ? std::move(raw) : unpack_raw(size > kFewBytes ? long_text : in.text());
 }
@@ -177,7 +177,7 @@ std::string try_version(Group& group, const Path& path, const std::vector<std::s
     }
     return "+" + sum_up(words);
   };
-  return comm::agree_on(group, base::now() + timeout, told_here, together);
+  return comm::agree_on(group, base::after(timeout), told_here, together);
 }
 
 std::string with_one_version(Group& group, const Path& path, const std::vector<std::string>& names,

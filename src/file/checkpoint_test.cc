@@ -29,7 +29,7 @@ TEST_F(Checkpoints, OfSeveralFilesIsADirectoryWithAnIndex) {
   for (int round = 0; round < 2; ++round) {  // the second one replaces the first
     ASSERT_EQ(save_as(folder_ / "model", rows, 3, options), all(3, kFine));
     EXPECT_TRUE(fs::exists(folder_ / "model" / "model.safetensors.index.json"));
-    EXPECT_TRUE(fs::exists(folder_ / "model" / "model-00001-of-00003.safetensors"));
+    EXPECT_EQ(fs::exists(folder_ / "model" / "model-00001-of-00003.safetensors"), round == 0);
     EXPECT_EQ(names(), (std::set<std::string>{"model"}));
   }
   EXPECT_EQ(load_as(folder_ / "model", columns, 2), all(2, kFine));
@@ -128,7 +128,7 @@ TEST_F(Checkpoints, OfSeveralNamedFilesAppearsWhole) {
     EXPECT_EQ(load_as(folder_ / "both" / "b.safetensors", flat, 2), all(2, kFine));
   }
   version = 0;
-  EXPECT_EQ(std::distance(fs::directory_iterator(folder_ / "both"), {}), 2);
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder_ / "both"), {}), 3);  // with the list of their names
   EXPECT_EQ(on_ranks(1,
                      [&](Group& group) {
                        const std::vector<SaveFile> files = {{"../a.safetensors", {}}, {"b.safetensors", {}}};

@@ -48,14 +48,14 @@ class Spare {
 
 Pinned::~Pinned() {
   try {
-    if (copy_) copy_->wait();
+    finish();
   } catch (...) {  // the device has failed: nothing is copied any more
   }
   if (memory_ != nullptr && !Spare::instance().keep(memory_, index_)) kernels::cuda::unpin(memory_, index_);
 }
 
 void Pinned::finish() {
-  if (copy_) std::exchange(copy_, nullptr)->wait();
+  if (wait_) std::exchange(wait_, nullptr)();
 }
 
 std::byte* Pinned::data(const Device& device) {
@@ -71,12 +71,12 @@ std::byte* Pinned::data(const Device& device) {
 
 void Pinned::copy_from(const std::byte* device_memory, size_t bytes, const Device& device) {
   std::byte* const to = data(device);
-  copy_ = kernels::cuda::begin_copy(to, device_memory, bytes, device);
+  wait_ = kernels::cuda::begin_copy(to, device_memory, bytes, device);
 }
 
 void Pinned::copy_to(std::byte* device_memory, size_t bytes, const Device& device) {
   const std::byte* const from = data(device);
-  copy_ = kernels::cuda::begin_copy(device_memory, from, bytes, device);
+  wait_ = kernels::cuda::begin_copy(device_memory, from, bytes, device);
 }
 
 }  // namespace shardow::file

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
+#include <functional>
 #include <utility>
 
 #include "kernels/cuda.h"
@@ -30,8 +30,8 @@ class Pinned {
 
  private:
   std::byte* memory_ = nullptr;
-  int index_ = 0;  // of the device that it was made for
-  std::unique_ptr<kernels::cuda::Copy> copy_;
+  int index_ = 0;               // of the device that it was made for
+  std::function<void()> wait_;  // for the copy; empty: none is under way
 };
 
 }  // namespace shardow::file

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -22,6 +23,7 @@
 
 #include "base/files.h"
 #include "file/checkpoint_fixture.h"
+#include "file/index.h"
 #include "file/names.h"
 
 namespace shardow::testing_disk {
@@ -62,9 +64,7 @@ struct Recording {
 /// Passes calls on to the kernel and writes down those that change a folder.
 class Recorder : public base::Syscalls {
  public:
-  explicit Recorder(const fs::path& folder, bool can_exchange = true) : folder_(folder), can_exchange_(can_exchange) {
-    start(folder);
-  }
+  explicit Recorder(const fs::path& folder) : folder_(folder) { start(folder); }
 
   Recording recording;
 
@@ -116,14 +116,6 @@ class Recorder : public base::Syscalls {
     const int node = fs::exists(fs::symlink_status(from)) ? node_at(from) : -1;
     const int result = Syscalls::rename(from, to);
     if (result == 0) set_names({{parent(from), name(from), -1}, {parent(to), name(to), node}});
-    return result;
-  }
-  int rename_exchange(const char* a, const char* b) override {
-    if (!can_exchange_) return (errno = EINVAL, -1);
-    const std::lock_guard lock(mutex_);
-    const int at_a = node_at(a), at_b = node_at(b);
-    const int result = Syscalls::rename_exchange(a, b);
-    if (result == 0) set_names({{parent(a), name(a), at_b}, {parent(b), name(b), at_a}});
     return result;
   }
   int mkdir(const char* path, mode_t mode) override {
@@ -204,7 +196,6 @@ class Recorder : public base::Syscalls {
   }
 
   fs::path folder_;
-  bool can_exchange_;
   std::mutex mutex_;
   std::map<ino_t, int> nodes_;
   std::map<int, int> files_;  ///< by descriptor
@@ -270,9 +261,11 @@ inline void restore(const Nodes& nodes, int node, const fs::path& path, bool dir
   }
   fs::create_directory(path);
   if (found == nodes.end()) return;
-  for (const auto& [name, one] : found->second.entries) {
-    const auto in = nodes.find(one);
-    restore(nodes, one, path / name, in != nodes.end() && in->second.directory);
+  for (const bool lists : {false, true}) {  // which are younger than what they have replaced
+    for (const auto& [name, one] : found->second.entries) {
+      const auto in = nodes.find(one);
+      if (name.ends_with(".json") == lists) restore(nodes, one, path / name, in != nodes.end() && in->second.directory);
+    }
   }
 }
 
@@ -286,7 +279,7 @@ inline const std::vector<Spec> kSmall = {
 
 struct Way {
   const char* name;
-  bool directory, exchange = true, first = false;
+  bool directory, first = false;
   SaveOptions options = {};
   std::vector<std::string> names = {};  ///< of files with names of their own
   bool random_writes = true;
@@ -296,14 +289,18 @@ inline std::vector<Way> ways() {
   const SaveOptions shards{.max_shard_size = 1000};
   const std::vector<std::string> names = {"ema-0.9.safetensors", "ema-0.99.safetensors"};
   return {{"a file", false},
-          {"a file where there was none", false, true, true},
-          {"a file from front to end", false, true, false, {}, {}, false},
-          {"a directory", true, true, false, shards},
-          {"a directory where there was none", true, true, true, shards},
-          {"a directory without exchange", true, false, false, shards},
-          {"a directory from front to end", true, true, false, shards, {}, false},
-          {"several files", true, true, false, {}, names},
-          {"several files without exchange", true, false, false, {}, names}};
+          {"a file where there was none", false, true},
+          {"a file from front to end", false, false, {}, {}, false},
+          {"a directory", true, false, shards},
+          {"a directory where there was none", true, true, shards},
+          {"a directory of one file", true},
+          {"a directory from front to end", true, false, shards, {}, false},
+          {"several files", true, false, {}, names},
+          {"several files where there were none", true, true, {}, names}};
+}
+
+inline std::string text_of(int which) {
+  return fmt::format(R"({{"version": {}}})", which);
 }
 
 inline fs::path target(const Way& way) {
@@ -331,7 +328,7 @@ inline void save_version(Group& group, std::vector<Held>& held, int which, const
   if (files.empty()) files.push_back({"", views_of(held)});
   SaveOptions options = way.options;
   testing_disk::random_writes = way.random_writes;
-  if (way.directory) options.texts[kText] = std::to_string(which);
+  if (way.directory) options.texts[kText] = text_of(which);
   save(group, files, folder / target(way), options);
 }
 
@@ -362,7 +359,29 @@ inline int version_of(const fs::path& folder, const Way& way, const std::vector<
     return first == second ? first : -1;
   };
   const int found = of_files();
-  return found > 0 && way.directory && bytes_of(file::standing(path) / kText) != std::to_string(found) ? -1 : found;
+  if (found <= 0 || !way.directory) return found;
+  const std::string text = bytes_of(path / kText);
+  return text == text_of(found) || text == text_of(found + 1) ? found : -1;  // it comes an instant before
+}
+
+/// What lies in a directory that no index or list names, and that is not one of these or of others'.
+inline std::string strays(const fs::path& directory, const std::set<std::string>& others) {
+  std::set<std::string> known = others;
+  bool indexed = false;
+  for (const char* list : {file::kIndexName, file::kAveragesName}) {
+    const auto listing = file::listing_in(directory, list);
+    if (!listing) continue;
+    indexed = indexed || list == file::kIndexName;
+    known.insert(list);
+    for (const auto& [name, called] : listing->files) known.insert(called);
+  }
+  if (!indexed) known.insert(file::kSingleName);
+  std::string found;
+  if (!fs::is_directory(directory)) return found;
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    if (const std::string name = entry.path().filename().string(); !known.contains(name)) found += " " + name;
+  }
+  return found;
 }
 
 }  // namespace shardow::versions

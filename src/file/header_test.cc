@@ -60,6 +60,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"padding of zeros", std::string("{}\0\0", 4), 0, "no JSON"},
         Case{"lone surrogate", "{\"\\ud800\":1}", 0, "no JSON"},
         Case{"deep in a field", "{\"a\":{\"x\":" + std::string(200, '[') + std::string(200, ']') + "}}", 0, "no JSON"},
+        Case{"as deep as the reference parser refuses",
+             R"({"a":{"dtype":"F32","shape":[],"data_offsets":[0,4],"x":)" + std::string(126, '[') +
+                 std::string(126, ']') + "}}",
+             4, "no JSON"},
         Case{"very deep", std::string(100000, '['), 0, "no JSON"},
         Case{"entry is a number", R"({"a":1})", 0, "no object"},
         Case{"no dtype", R"({"a":{"shape":[],"data_offsets":[0,4]}})", 4, "lacks its dtype"},
@@ -120,6 +124,10 @@ TEST(Header, TakesWhatTheReferenceParserTakes) {
   EXPECT_TRUE(parse_header("{}", 0, "f").entries.empty());
   EXPECT_TRUE(parse_header(" \t\n{}   ", 0, "f").entries.empty());
   EXPECT_TRUE(parse_header(R"({"__metadata__":null})", 0, "f").metadata.empty());
+  const std::string deep = std::string(125, '[') + std::string(125, ']');
+  EXPECT_EQ(
+      parse_header(R"({"a":{"dtype":"F32","shape":[],"data_offsets":[0,4],"x":)" + deep + "}}", 4, "f").entries.size(),
+      1u);
   EXPECT_EQ(parse_header(R"({"__metadata__":{"format":"pt","-0":"-0"}})", 0, "f").metadata.at("format"), "pt");
   const Header header =
       parse_header("{" + tensor("b", "F32", "1", "6,10") + "," + tensor("", "BF16", "", "0,2") + "," +

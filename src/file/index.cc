@@ -1,10 +1,12 @@
 #include "file/index.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/errors.h"
 #include "file/json.h"
 #include "file/members.h"
+#include "file/names.h"
 
 namespace shardow::file {
 namespace {
@@ -36,7 +38,103 @@ WeightMap to_map(std::string_view json, std::string_view where) {
   return weights;
 }
 
+std::string text_of(const base::File& file) {
+  const int64_t size = file.size();
+  if (size > kMostIndexBytes)
+    fail(Code::kCorrupt, "{}: {} bytes are too many for an index", file.path().string(), size);
+  std::string json(static_cast<size_t>(size), '\0');
+  file.read(std::as_writable_bytes(std::span(json)), 0);
+  return json;
+}
+
+constexpr const char *kFiles = "shardow.files", *kReplaces = "shardow.replaces";
+constexpr std::string_view kOldFiles = "files";  // a manifest's own list, which has them under the names asked for
+
+void append_array(std::string& out, const std::set<std::string>& texts) {
+  const char* comma = "[";
+  for (const std::string& text : texts) {
+    out += std::exchange(comma, ", ");
+    append_json_text(out, text);
+  }
+  out += ']';
+}
+
+/// Calls `fn(key, file)` for each plain name of a .safetensors file in an object or an array, whose keys are its
+/// values.
+template <class Fn>
+void for_each_file(const element& value, Fn fn) {
+  const auto take = [&](std::string_view key, const element& member) {
+    std::string_view file;
+    if (member.get(file) == simdjson::SUCCESS && is_plain_name(file) && file.ends_with(".safetensors"))
+      fn(std::string(key.empty() ? file : key), std::string(file));
+  };
+  if (simdjson::dom::object object; value.get(object) == simdjson::SUCCESS) {
+    for (const auto& [key, member] : object) take(key, member);
+  }
+  if (simdjson::dom::array array; value.get(array) == simdjson::SUCCESS) {
+    for (const element member : array) take({}, member);
+  }
+}
+
 }  // namespace
+
+bool Listing::names(const std::string& file) const {
+  return std::any_of(files.begin(), files.end(), [&](const auto& one) { return one.second == file; });
+}
+
+Listing parse_listing(std::string_view json, std::string_view where) {
+  Listing listing;
+  Members root(json, kMostDepth);
+  while (root.next()) {
+    element value;
+    const bool of_index = root.key() == "weight_map", known = of_index || root.key() == kFiles;
+    if (!root.parse(value)) break;
+    if (known || (root.key() == kOldFiles && where.ends_with(kManifestName))) {
+      for_each_file(value, [&](std::string key, std::string file) {
+        if (of_index) key = file;
+        known ? listing.files.insert_or_assign(key, file) : listing.files.try_emplace(key, file);
+      });
+    } else if (root.key() == kReplaces) {
+      for_each_file(value, [&](const std::string&, std::string file) { listing.replaced.insert(std::move(file)); });
+    }
+  }
+  if (!root.error().empty()) fail(Code::kCorrupt, "{}: no JSON object: {}", where, root.error());
+  return listing;
+}
+
+Listing read_listing(const base::File& file) {
+  return parse_listing(text_of(file), file.path().string());
+}
+
+std::optional<Listing> listing_in(const base::Path& directory, const char* name) {
+  try {
+    return read_listing(base::File::open(directory / name));
+  } catch (const Error& error) {
+    if (error.code() != Code::kNotFound && error.code() != Code::kCorrupt && error.code() != Code::kInvalidArgument)
+      throw;
+    return std::nullopt;
+  }
+}
+
+std::string with_listing(std::string text, const Listing& listing) {
+  text.erase(text.find_last_of('}'));
+  while (text.ends_with('\n') || text.ends_with(' ')) text.pop_back();
+  const char* comma = text.ends_with('{') ? "" : ", ";
+  text += fmt::format("{}\"{}\": ", comma, kFiles);
+  comma = "{";
+  for (const auto& [name, file] : listing.files) {
+    text += std::exchange(comma, ", ");
+    append_json_text(text, name);
+    text += ": ";
+    append_json_text(text, file);
+  }
+  text += "}";
+  if (!listing.replaced.empty()) {
+    text += fmt::format(", \"{}\": ", kReplaces);
+    append_array(text, listing.replaced);
+  }
+  return text + "}\n";
+}
 
 WeightMap parse_index(std::string_view json, std::string_view where) {
   WeightMap weights;
@@ -58,17 +156,17 @@ WeightMap parse_index(std::string_view json, std::string_view where) {
 }
 
 WeightMap read_index(const base::File& file) {
-  const base::Path& path = file.path();
-  const int64_t size = file.size();
-  if (size > kMostIndexBytes) fail(Code::kCorrupt, "{}: {} bytes are too many for an index", path.string(), size);
-  std::string json(static_cast<size_t>(size), '\0');
-  file.read(std::as_writable_bytes(std::span(json)), 0);
-  return parse_index(json, path.string());
+  return parse_index(text_of(file), file.path().string());
 }
 
-std::string index_bytes(const WeightMap& weights, int64_t total_size) {
-  std::string out =
-      fmt::format("{{\n  \"metadata\": {{\n    \"total_size\": {}\n  }},\n  \"weight_map\": {{", total_size);
+std::string index_bytes(const WeightMap& weights, int64_t total_size, const std::set<std::string>& replaced) {
+  std::string out = fmt::format("{{\n  \"metadata\": {{\n    \"total_size\": {}\n  }},\n", total_size);
+  if (!replaced.empty()) {
+    out += fmt::format("  \"{}\": ", kReplaces);
+    append_array(out, replaced);
+    out += ",\n";
+  }
+  out += "  \"weight_map\": {";
   const char* comma = "";
   for (const auto& [name, file] : weights) {
     out += comma;

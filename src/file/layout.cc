@@ -6,6 +6,7 @@
 #include "base/version.h"
 #include "file/index.h"
 #include "file/json.h"
+#include "file/names.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
@@ -135,7 +136,7 @@ void Layout::set_checksums(const std::vector<uint64_t>& crcs) {
 
 void Layout::rename_files(const std::string& nonce) {
   for (size_t f = 0; f < files_.size(); ++f)
-    files_[f].name = fmt::format("model-{}-{:05}-of-{:05}.safetensors", nonce, f + 1, files_.size());
+    files_[f].name = name_with_nonce(files_[f].content.name, nonce, f, files_.size());
 }
 
 }  // namespace shardow::file

@@ -75,7 +75,7 @@ class Arrangement {
 
 /// A file of the checkpoint.
 struct FilePlan {
-  std::string name;
+  std::string name;  ///< as it is called; `content` has the name that was asked for
   const Arrangement::File& content;
   Metadata metadata;
   int64_t data_begin;
@@ -100,8 +100,9 @@ class Layout {
   /// Puts the tensors' checksums into the headers, whose length stays what it is.
   void set_checksums(const std::vector<uint64_t>& crcs);
 
-  /// Other names for the files of a Hugging Face layout, which only its index knows.
+  /// Gives files other names, which only the text that lists them knows.
   void rename_files(const std::string& nonce);
+  void rename_file(size_t file, std::string name) { files_[file].name = std::move(name); }
 
  private:
   std::shared_ptr<const Arrangement> arrangement_;

@@ -12,6 +12,7 @@
 #include "base/turns.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
+#include "file/call.h"
 #include "file/environment.h"
 #include "file/ownership.h"
 #include "file/reader.h"
@@ -162,8 +163,8 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
   Reader reader(catalog, jobs);
   comm::Parts parts(group, options.timeout, bytes_in_all(*wanted), options.progress);
   parts.run([&] { return reader.part(); });
-  if (asked.told) agree(group, base::now() + options.timeout, [&] { parts.tell(); });
-  if (sums) sums->check(group, jobs, reader.sums(), base::now() + options.timeout);
+  if (asked.told) agree(group, base::after(options.timeout), [&] { parts.tell(); });
+  if (sums) sums->check(group, jobs, reader.sums(), base::after(options.timeout));
   report.bytes_read = reader.bytes();
   report.seconds = base::seconds_since(begin);
   return report;
@@ -182,13 +183,14 @@ struct KeptOpen {
 LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog,
                      const LoadOptions& options, std::optional<Wanted>* kept) {
   const auto begin = base::now();
+  check_memory(views);
   std::optional<Wanted> own;
   std::optional<Wanted>& wanted = kept != nullptr ? *kept : own;
   std::optional<Holding> mine;
   if (!wanted) mine.emplace(views);
   const std::string told = pack(Asked::by(options)) + (wanted ? wanted->told : mine->words());
   const auto decide = [](const auto& words) { return Group::Decision{sum_up_words(words)}; };
-  const std::string said = group.decide(told, decide, begin + options.timeout).common;
+  const std::string said = group.decide(told, decide, base::after(options.timeout)).common;
   LoadReport report = load_agreed(group, views, catalog, mine, said, options, wanted);
   report.seconds = base::seconds_since(begin);
   return report;
@@ -205,6 +207,7 @@ LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choos
     const auto kept = std::make_shared<const KeptOpen>(timed, catalog);
     chosen = choose({kept, catalog.get()});
     options.strict = chosen.strict;
+    check_memory(chosen.views);
     mine.emplace(chosen.views);
     return pack(Asked::by(options)) + mine->words();
   };

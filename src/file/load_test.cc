@@ -8,7 +8,7 @@ namespace shardow {
 namespace {
 
 /// Counts the rounds of the group that it stands for.
-class Counted : public Delegate {
+class CountedRounds : public Delegate {
  public:
   using Delegate::Delegate;
 
@@ -38,7 +38,7 @@ class Load : public Checkpoints {
   std::vector<int> rounds(const Sharding& sharding, int ranks, const LoadOptions& options) {
     std::vector<int> counted(static_cast<size_t>(ranks), 0);
     const auto codes = on_ranks(ranks, [&](Group& group) {
-      Counted counting(group);
+      CountedRounds counting(group);
       auto held = hold(sharding, group.rank(), ranks, false);
       load(counting, views_of(held), path_, options);
       counted[static_cast<size_t>(group.rank())] = counting.rounds;
@@ -67,7 +67,7 @@ TEST_F(Load, OfALongHeaderIsOneRoundMore) {
   save(*solo(), views_of(held), path_);
   EXPECT_EQ(on_ranks(2,
                      [&](Group& group) {
-                       Counted counting(group);
+                       CountedRounds counting(group);
                        Held one("none of them", DType::kU8, Region::whole({1}));
                        LoadOptions options;
                        options.strict = false;

@@ -10,7 +10,7 @@
 
 namespace shardow::file {
 
-constexpr size_t kMostDepth = 128;  // serde_json's
+constexpr size_t kMostDepth = 127;  // serde_json refuses 128
 
 /// Walks a text that need not be valid: every byte of it is either checked here or in a member that is parsed. Not for
 /// several threads.

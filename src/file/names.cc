@@ -3,12 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <optional>
 
-#include "base/errors.h"
 #include "base/paths.h"
-#include "file/index.h"
 
 namespace shardow::file {
 namespace {
@@ -16,17 +12,18 @@ namespace {
 using base::Path;
 
 constexpr size_t kNonce = 16;
+constexpr size_t kNumber = 5;      // digits of a shard's number, or more
 constexpr size_t kMostName = 255;  // bytes that file systems take
-constexpr size_t kMostStem =
-    kMostName - kNonce - std::string_view("..-renamed.tmp").size();  // of the longest temporary name
-constexpr std::array<const char*, 4> kEnds = {".tmp", "-renamed.tmp", "-old.tmp", "-spent.tmp"};  // by Temporary
+constexpr std::string_view kEnd = ".tmp", kFileEnd = ".safetensors", kBetween = "-of-";
+constexpr size_t kMostStem = kMostName - kNonce - std::string_view("..").size() - kEnd.size();
 
 bool are_digits(std::string_view text) {
-  return std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
+  return text.size() >= kNumber && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
-bool are_hex(std::string_view text) {
-  return std::all_of(text.begin(), text.end(), [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
+bool is_nonce(std::string_view text) {
+  const auto is_hex = [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); };
+  return text.size() == kNonce && std::all_of(text.begin(), text.end(), is_hex);
 }
 
 /// FNV-1a: the same for ever.
@@ -43,90 +40,64 @@ std::string stem_of(const std::string& name) {
   return fmt::format("{}~{:016x}", std::string_view(name).substr(0, length), hash_of(name));
 }
 
-std::string prefix_of(const Path& target) {
-  return "." + stem_of(target.filename().string()) + ".";
+Path beside(const Path& path, std::string_view middle) {
+  return base::parent_of(path) / fmt::format(".{}.{}{}", stem_of(path.filename().string()), middle, kEnd);
+}
+
+/// Cuts "-00002-of-00005" off the end; false where there is no such end.
+bool cut_number(std::string_view& name) {
+  const size_t between = name.rfind(kBetween);
+  if (between == std::string_view::npos || !are_digits(name.substr(between + kBetween.size()))) return false;
+  const size_t number = name.substr(0, between).rfind('-');
+  if (number == std::string_view::npos || !are_digits(name.substr(number + 1, between - number - 1))) return false;
+  name = name.substr(0, number);
+  return true;
 }
 
 }  // namespace
 
-std::optional<Path> old_of(const Path& target) {
-  std::optional<Path> newest;
-  if (base::look_at_itself(target)) return newest;
-  int64_t when = 0;
-  for (const Leftover& one : leftovers_of(target)) {
-    const auto found = base::look_at_itself(one.path);
-    if (one.kind != Temporary::kOld || !found || (newest && found->changed_ns() < when)) continue;
-    newest = one.path;
-    when = found->changed_ns();
+Path temporary_path(const Path& path, const std::string& nonce) {
+  return beside(path, nonce);
+}
+
+Path lock_path(const Path& path) {
+  return beside(path, "lock");
+}
+
+std::vector<Leftover> leftovers_in(const Path& folder) {
+  std::vector<Leftover> all;
+  for (const std::string& name : base::names_in(folder)) {
+    const size_t least = 1 + 1 + kNonce + kEnd.size();
+    if (name.size() <= least || name[0] != '.' || !name.ends_with(kEnd)) continue;
+    const std::string_view rest = std::string_view(name).substr(1, name.size() - 1 - kEnd.size());
+    const size_t dot = rest.size() - kNonce - 1;
+    if (rest[dot] != '.' || !is_nonce(rest.substr(dot + 1))) continue;
+    std::string stem(rest.substr(0, dot));
+    all.push_back({folder / name, stem, folder / fmt::format(".{}.lock{}", stem, kEnd)});
   }
-  return newest;
+  std::sort(all.begin(), all.end(), [](const Leftover& a, const Leftover& b) { return a.path < b.path; });
+  return all;
 }
 
-bool is_shard_name(std::string_view name) {
-  constexpr std::string_view kBegin = "model-", kBetween = "-of-", kEnd = ".safetensors";
-  if (!name.starts_with(kBegin) || !name.ends_with(kEnd) || name.size() < kBegin.size() + kEnd.size()) return false;
-  name = name.substr(kBegin.size(), name.size() - kBegin.size() - kEnd.size());
-  if (name.size() > kNonce && name[kNonce] == '-' && are_hex(name.substr(0, kNonce))) name.remove_prefix(kNonce + 1);
-  const size_t between = name.find(kBetween);
-  if (between == std::string_view::npos) return false;
-  const std::string_view number = name.substr(0, between), count = name.substr(between + kBetween.size());
-  return number.size() >= 5 && count.size() >= 5 && are_digits(number) && are_digits(count);
+std::vector<Leftover> leftovers_of(const Path& path) {
+  std::vector<Leftover> all = leftovers_in(base::parent_of(path));
+  std::erase_if(all, [stem = stem_of(path.filename().string())](const Leftover& one) { return one.stem != stem; });
+  return all;
 }
 
-bool is_shard_of_a_save(std::string_view name) {
-  constexpr size_t kBegin = std::string_view("model-").size();
-  return is_shard_name(name) && name.size() > kBegin + kNonce && name[kBegin + kNonce] == '-' &&
-         are_hex(name.substr(kBegin, kNonce));
+std::string name_with_nonce(std::string_view name, const std::string& nonce, size_t index, size_t count) {
+  constexpr size_t kMore = 64;  // bytes of what follows, or less
+  if (name.ends_with(kFileEnd)) name.remove_suffix(kFileEnd.size());
+  cut_number(name);
+  return fmt::format("{}-{}-{:05}{}{:05}{}", name.substr(0, kMostName - kMore), nonce, index + 1, kBetween, count,
+                     kFileEnd);
 }
 
-std::set<std::string> names_in_index(const Path& directory) {
-  std::set<std::string> names;
-  try {
-    if (base::look_at(directory / kIndexName)) {
-      for (const auto& [tensor, file] : read_index(base::File::open(directory / kIndexName))) {
-        if (file.ends_with(".safetensors")) names.insert(file);
-      }
-    }
-  } catch (const Error&) {  // an index that cannot be read names nothing
-  }
-  return names;
-}
-
-std::set<std::string> hugging_face_names(const Path& directory) {
-  std::set<std::string> names = names_in_index(directory);
-  names.insert({kSingleName, kIndexName});
-  for (const std::string& name : base::names_in(directory)) {
-    if (is_shard_name(name)) names.insert(name);
-  }
-  return names;
-}
-
-Path temporary_path(const Path& target, const std::string& nonce, Temporary kind) {
-  return base::parent_of(target) / (prefix_of(target) + nonce + kEnds[static_cast<size_t>(kind)]);
-}
-
-std::vector<Leftover> leftovers_of(const Path& target) {
-  const std::string prefix = prefix_of(target);
-  std::vector<Leftover> found;
-  for (const std::string& name : base::names_in(base::parent_of(target))) {
-    if (name.size() < prefix.size() + kNonce || !name.starts_with(prefix)) continue;
-    const std::string_view rest = std::string_view(name).substr(prefix.size());
-    const auto end = std::find(kEnds.begin(), kEnds.end(), rest.substr(kNonce));
-    if (are_hex(rest.substr(0, kNonce)) && end != kEnds.end())
-      found.push_back({base::parent_of(target) / name, static_cast<Temporary>(end - kEnds.begin()),
-                       std::string(rest.substr(0, kNonce))});
-  }
-  std::sort(found.begin(), found.end(), [](const Leftover& a, const Leftover& b) { return a.path < b.path; });
-  return found;
-}
-
-Path standing(const Path& path) {
-  const Path plain = path.has_filename() ? path : path.parent_path();
-  if (!plain.has_filename()) return path;
-  if (const auto old = old_of(plain)) return *old;
-  if (!plain.parent_path().has_filename()) return path;
-  const auto old = old_of(plain.parent_path());
-  return old ? *old / plain.filename() : path;
+bool has_nonce(std::string_view name) {
+  if (!name.ends_with(kFileEnd)) return false;
+  name.remove_suffix(kFileEnd.size());
+  return cut_number(name) && name.size() > kNonce && name[name.size() - kNonce - 1] == '-' &&
+         is_nonce(name.substr(name.size() - kNonce));
 }
 
 }  // namespace shardow::file

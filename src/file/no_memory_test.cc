@@ -52,6 +52,8 @@ long every_allocation(const std::function<Ended(long)>& refused) {
 
 class NoMemory : public Checkpoints {
  protected:
+  NoMemory() { move_to_memory(); }
+
   std::vector<Held> held(float value) const {
     std::vector<Held> all;
     for (const char* const name : {"a", "b"}) {

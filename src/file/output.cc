@@ -8,9 +8,9 @@
 
 namespace shardow::file {
 
-Output::Output(const Layout& layout, const Draft& draft, bool checksums, bool early)
+Output::Output(const Layout& layout, const Target& target, bool checksums, bool early)
     : layout_(layout),
-      draft_(draft),
+      target_(target),
       checksums_(checksums),
       early_(early),
       crcs_(layout.tensors().size(), 0),
@@ -62,14 +62,14 @@ void Output::flush() {
 /// Of a file that rank 0 made, or the directory of which it made.
 base::File Output::made_by_first(base::File (*open)(const base::Path&), const std::string& name) const {
   try {
-    return open(draft_.file(name));
+    return open(target_.file(name));
   } catch (const Error& error) {
     if (error.code() != Code::kNotFound) throw;
     throw Error(Code::kIo,
                 fmt::format("{}: rank 0 has made it on {}, and it is not there on {}: the path is not on storage that "
                             "all machines share. "
                             "Nothing was published",
-                            draft_.file(name).string(), draft_.host, base::host_name()),
+                            target_.file(name).string(), target_.host, base::host_name()),
                 ENOENT);
   }
 }

@@ -11,15 +11,15 @@
 
 #include "base/files.h"
 #include "file/crc.h"
-#include "file/draft.h"
 #include "file/layout.h"
+#include "file/staging.h"
 
 namespace shardow::file {
 
 class Output {
  public:
   /// `early`: what is written goes to the disk at once, while more of it is made.
-  Output(const Layout& layout, const Draft& draft, bool checksums, bool early);
+  Output(const Layout& layout, const Target& target, bool checksums, bool early);
 
   /// `data` belongs at byte `begin` of the tensor. Every byte is counted once, over all ranks.
   void count(size_t tensor, int64_t begin, std::span<const std::byte> data);
@@ -44,7 +44,7 @@ class Output {
   base::File& keep(size_t file, base::File opened);
 
   const Layout& layout_;
-  const Draft& draft_;
+  const Target& target_;
   bool checksums_, early_;
   std::vector<uint64_t> crcs_;
   CrcSum sum_;  // of counted_, not yet in crcs_

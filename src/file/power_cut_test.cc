@@ -24,11 +24,7 @@ using versions::ways;
 const bool kAll = std::getenv("SHARDOW_ALL") != nullptr;
 class PowerCut : public Checkpoints {
  protected:
-  PowerCut() {  // in memory where there is such a folder: thousands of small disks
-    fs::remove_all(folder_);
-    if (fs::is_directory("/dev/shm")) folder_ = fs::path("/dev/shm") / folder_.filename();
-    fs::create_directories(folder_);
-  }
+  PowerCut() { move_to_memory(); }
   ~PowerCut() override { version = 0; }
 
   void save_version(int which, const Way& way) {
@@ -47,7 +43,7 @@ class PowerCut : public Checkpoints {
     fs::create_directories(folder_ / "live");
     if (!way.first) save_version(1, way);
     if (!way.first && way.directory) std::ofstream(folder_ / "live" / "model" / "config.json") << "mine";
-    Recorder recorder(folder_ / "live", way.exchange);
+    Recorder recorder(folder_ / "live");
     machine_.syscalls = &recorder;
     save_version(2, way);
     machine_.syscalls = nullptr;
@@ -117,24 +113,17 @@ TEST_F(PowerCut, LeavesTheOldCheckpointOrTheNewOneWhole) {
   }
 }
 
-/// From the first change of the checkpoint's own name on, the disk is dead, or its next flush fails.
+/// From the commit on, the disk is dead, or its next flush fails.
 class Failing : public Recorder {
  public:
   enum class How { kNever, kDies, kFlushFails };
-  Failing(const fs::path& folder, bool can_exchange, How how) : Recorder(folder, can_exchange), how_(how) {}
+  Failing(const fs::path& folder, How how) : Recorder(folder), how_(how) {}
   void heal() { how_ = How::kNever; }
 
   int rename(const char* from, const char* to) override {
     if (dead()) return fails();
-    const bool named = fs::path(from).filename() == "model";
     const int result = Recorder::rename(from, to);
-    reached_ = reached_ || (named && result == 0);
-    return result;
-  }
-  int rename_exchange(const char* a, const char* b) override {
-    if (dead()) return fails();
-    const int result = Recorder::rename_exchange(a, b);
-    reached_ = reached_ || result == 0;
+    reached_ = reached_ || (result == 0 && commits(to));
     return result;
   }
   int unlink(const char* path) override { return dead() ? fails() : Recorder::unlink(path); }
@@ -147,6 +136,10 @@ class Failing : public Recorder {
 
  private:
   bool dead() const { return how_ == How::kDies && reached_; }
+  static bool commits(const fs::path& to) {
+    return to.filename() == file::kIndexName || to.filename() == file::kAveragesName ||
+           to.filename() == file::kSingleName;
+  }
   static int fails() { return (errno = EIO, -1); }
 
   How how_;
@@ -165,7 +158,7 @@ TEST_F(PowerCut, LeavesOneAlsoWhereTheSaveBeforeFailedOrItsEndWasNotFlushed) {
       fs::create_directories(folder_ / "live");
       save_version(1, way);
       std::ofstream(folder_ / "live" / "model" / "config.json") << "mine";
-      Failing disk(folder_ / "live", way.exchange, how);
+      Failing disk(folder_ / "live", how);
       machine_.syscalls = &disk;
       if (how == Failing::How::kNever) {
         save_version(1, way);
@@ -193,12 +186,13 @@ enum class Flush { kData, kHeader, kLength, kDraft, kParent };
 std::vector<Flush> flushes_of(const Recording& recording, const std::vector<size_t>& which) {
   std::map<int, int> left;
   for (const size_t i : which) left[recording.calls[i].node] += recording.calls[i].machine == 0 ? 1 : 0;
+  const bool in_place = left.count(0) == 0;  // the last flush is of the directory itself then
   std::vector<Flush> flushes;
   for (const size_t i : which) {
     const Call& call = recording.calls[i];
     const std::string& path = recording.paths.at(call.node);
     const int after = call.machine == 0 ? --left[call.node] : 2;
-    flushes.push_back(call.node == 0 ? Flush::kParent
+    flushes.push_back(call.node == 0 || (in_place && i == which.back()) ? Flush::kParent
                       : !path.ends_with(".safetensors") && path.find(".safetensors.") == std::string::npos
                           ? Flush::kDraft
                       : after == 0 ? Flush::kLength
@@ -210,7 +204,7 @@ std::vector<Flush> flushes_of(const Recording& recording, const std::vector<size
 
 TEST_F(PowerCut, IsNoticedToDoHarmWhereASaveLeavesOutAFlush) {
   for (const Way& way : ways()) {
-    if (!way.random_writes || way.first || (!kAll && (!way.exchange || !way.names.empty()))) continue;
+    if (!way.random_writes || way.first || (!kAll && !way.names.empty())) continue;
     const Recording recording = record(way);
     std::vector<size_t> which;
     for (size_t i = 0; i < recording.calls.size(); ++i) {

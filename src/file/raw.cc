@@ -1,6 +1,7 @@
 #include "file/raw.h"
 
 #include <algorithm>
+#include <array>
 #include <set>
 #include <utility>
 
@@ -19,16 +20,7 @@ using base::Path;
 using comm::Receiver;
 using comm::Sender;
 
-/// Also where a save died, or is, between the two renames that replace a directory.
-File open_standing(const Path& path) {
-  for (int left = 4;; --left) {
-    try {
-      return File::open(standing(path));
-    } catch (const Error& error) {
-      if (error.code() != Code::kNotFound || left == 0) throw;
-    }
-  }
-}
+constexpr std::array kLists = {kIndexName, kAveragesName, kManifestName};
 
 /// A path as it was when it was opened: a file, or a directory in which names are looked up, wherever it has been moved
 /// since.
@@ -37,7 +29,7 @@ struct Standing {
   std::shared_ptr<const File> directory;
 
   explicit Standing(const Path& path) {
-    File found = open_standing(path);
+    File found = File::open(path);
     if (found.is_directory()) {
       directory = std::make_shared<const File>(std::move(found));
     } else {
@@ -53,7 +45,28 @@ struct Standing {
       return std::nullopt;
     }
   }
+
+  /// In which state the texts are that name files: other ones after each save.
+  std::array<std::optional<base::Identity>, kLists.size()> lists() const {
+    std::array<std::optional<base::Identity>, kLists.size()> all;
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (const auto found = find(kLists[i])) all[i] = found->identity();
+    }
+    return all;
+  }
 };
+
+/// What a save has called files that were asked for as `names`. Whatever else has such a name says nothing.
+std::vector<std::string> called(const Path& directory, std::vector<std::string> names) {
+  for (const char* const list : {kAveragesName, kManifestName}) {
+    const auto listing = listing_in(directory, list);
+    for (std::string& name : names) {
+      if (!listing) break;
+      if (const auto file = listing->files.find(name); file != listing->files.end()) name = file->second;
+    }
+  }
+  return names;
+}
 
 void add(Raw& raw, File file, const std::shared_ptr<const File>& directory) {
   const base::Identity before = file.identity();
@@ -62,38 +75,21 @@ void add(Raw& raw, File file, const std::shared_ptr<const File>& directory) {
   raw.opened.push_back(std::make_shared<Opened>(std::move(file), directory));
 }
 
-/// Which files of a directory there are. `index`: in which state it was read.
-std::set<std::string> names_in(const Standing& place, Raw& raw, std::optional<base::Identity>& index) {
+/// Which files of a directory there are.
+std::vector<std::string> names_in(const Standing& place, Raw& raw) {
+  const std::optional<File> index = place.find(kIndexName);
+  if (!index) return {kSingleName};
+  raw.weights = read_index(*index);
   std::set<std::string> names;
-  if (const std::optional<File> found = place.find(kIndexName)) {
-    index = found->identity();
-    raw.weights = read_index(*found);
-    for (const auto& [tensor, file] : *raw.weights) names.insert(file);
-  } else {
-    names.insert(kSingleName);
-  }
-  return names;
-}
-
-/// True where the path leads to another directory than `place`, or its index is another one than it was.
-bool is_replaced(const Path& path, const Standing& place, const std::optional<base::Identity>& index) {
-  try {
-    const Standing now(path);
-    if (!now.directory) return true;
-    const base::Identity here = now.directory->identity(), there = place.directory->identity();
-    if (here.device != there.device || here.inode != there.inode) return true;
-    const std::optional<File> found = now.find(kIndexName);
-    return index != (found ? std::optional(found->identity()) : std::nullopt);
-  } catch (const Error&) {
-    return true;
-  }
+  for (const auto& [tensor, file] : *raw.weights) names.insert(file);
+  return {names.begin(), names.end()};
 }
 
 /// A directory in which nothing is kept is kNotFound: programs start anew there. One that has something, and not this,
 /// never is.
 [[noreturn]] void fail_missing(const Path& directory, const std::string& name, const Raw& raw, bool is_given) {
   if (raw.weights) fail(Code::kCorrupt, "{} is not there, though the index names it", (directory / name).string());
-  std::vector<std::string> there = base::names_in(standing(directory));
+  std::vector<std::string> there = base::names_in(directory);
   std::erase_if(there, [](const std::string& one) { return one.starts_with('.') || !one.ends_with(".safetensors"); });
   std::sort(there.begin(), there.end());
   const std::string others = there.empty() ? "" : fmt::format("; what is there: {}", fmt::join(there, ", "));
@@ -103,19 +99,26 @@ bool is_replaced(const Path& path, const Standing& place, const std::optional<ba
        kIndexName, kSingleName, others);
 }
 
-/// Nothing where the path was replaced meanwhile.
-std::optional<Raw> read_directory(const Path& path, const Standing& place, const std::vector<std::string>& given) {
+/// Nothing where the path was replaced meanwhile, or a save has committed.
+std::optional<Raw> read_directory(const Path& path, const std::vector<std::string>& given) {
+  const Standing place(path);
   Raw raw;
-  std::optional<base::Identity> index;
-  const std::set<std::string> found = given.empty() ? names_in(place, raw, index) : std::set<std::string>();
-  const std::vector<std::string> names = given.empty() ? std::vector<std::string>(found.begin(), found.end()) : given;
-  for (const std::string& name : names) {
+  const auto before = place.lists();
+  const auto is_old = [&] {
+    try {
+      const base::Identity now = File::open(path).identity(), then = place.directory->identity();
+      return now.inode != then.inode || now.device != then.device || place.lists() != before;
+    } catch (const Error&) {
+      return true;
+    }
+  };
+  for (const std::string& name : given.empty() ? names_in(place, raw) : called(path, given)) {
     std::optional<File> file = place.find(name);
-    if (!file && is_replaced(path, place, index)) return std::nullopt;
+    if (!file && is_old()) return std::nullopt;
     if (!file) fail_missing(path, name, raw, !given.empty());
     add(raw, std::move(*file), place.directory);
   }
-  return raw;
+  return raw.files.size() > 1 && is_old() ? std::nullopt : std::optional(std::move(raw));
 }
 
 bool is_same(const File& file, const Raw::Text& text, bool same_machine) {
@@ -129,9 +132,12 @@ bool is_same(const File& file, const Raw::Text& text, bool same_machine) {
 Raw read_raw(const Path& path, const std::vector<std::string>& names) {
   constexpr int kAttempts = 100;  // of a path that is replaced each time
   for (int left = kAttempts; left > 0; --left) {
-    Standing place(path);
+    const Path folder = base::parent_of(path);
+    const std::vector<std::string> own = {path.filename().string()};
+    const bool elsewhere = names.empty() && own[0].ends_with(".safetensors") && called(folder, own) != own;
+    Standing place(elsewhere ? folder : path);
     if (place.directory) {
-      if (std::optional<Raw> raw = read_directory(path, place, names)) return std::move(*raw);
+      if (auto raw = read_directory(elsewhere ? folder : path, elsewhere ? own : names)) return std::move(*raw);
       continue;
     }
     if (!names.empty())
@@ -146,10 +152,11 @@ Raw read_raw(const Path& path, const std::vector<std::string>& names) {
 
 bool open_same(const Path& path, Raw& raw, bool same_machine) {
   raw.opened.clear();
-  Standing place(path);
+  if (raw.files.empty()) return true;
+  const bool inside = Path(raw.files[0].path) != path;
+  Standing place(inside ? base::parent_of(raw.files[0].path) : path);
+  if (inside != (place.directory != nullptr)) return false;
   for (const Raw::Text& text : raw.files) {
-    const bool inside = Path(text.path) != path && Path(text.path) != standing(path);
-    if (inside != (place.directory != nullptr)) return false;
     std::optional<File> file = inside ? place.find(Path(text.path).filename().string()) : std::move(place.file);
     if (!file || !is_same(*file, text, same_machine)) return false;
     raw.opened.push_back(std::make_shared<Opened>(std::move(*file), place.directory));

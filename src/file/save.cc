@@ -9,15 +9,18 @@
 #include "base/errors.h"
 #include "base/paths.h"
 #include "base/turns.h"
+#include "comm/agree.h"
 #include "comm/parts.h"
+#include "comm/wire.h"
 #include "file/call.h"
 #include "file/direct.h"
-#include "file/draft.h"
 #include "file/environment.h"
 #include "file/header.h"
 #include "file/index.h"
+#include "file/names.h"
 #include "file/producer.h"
 #include "file/sharing.h"
+#include "file/staging.h"
 #include "file/stripes.h"
 #include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
@@ -76,28 +79,25 @@ void write_header(const base::Path& path, const FilePlan& file_plan) {
   file.close();
 }
 
-void write_index(const Draft& draft, const Layout& layout) {
-  WeightMap weights;
-  for (const FilePlan& file : layout.files()) {
-    for (const Entry& entry : file.content.entries) weights[entry.name] = file.name;
+/// Returns the text that names the files of `layout`, where they are called `names`. `given`: of the caller.
+std::string list_text(const Target& target, const Layout& layout, const std::string& given,
+                      const std::vector<std::string>& names, const std::set<std::string>& replaced) {
+  if (target.hugging_face) {
+    WeightMap weights;
+    for (size_t f = 0; f < names.size(); ++f) {
+      for (const Entry& entry : layout.files()[f].content.entries) weights[entry.name] = names[f];
+    }
+    return index_bytes(weights, layout.total(), replaced);
   }
-  const std::string bytes = index_bytes(weights, layout.total());
-  base::File file = base::File::replace(draft.file(kIndexName));
-  file.write(std::as_bytes(std::span(bytes)), 0);
-  file.sync();
-  file.close();
-}
-
-/// Where nothing can be renamed, what has its last text is whole.
-void write_texts(Draft& draft, const std::map<std::string, std::string>& texts) {
-  for (const auto& [name, text] : texts) {
-    const base::Path path = draft.file(name);
-    if (draft.in_place && !base::look_at_itself(path)) draft.made_here.push_back(name);
-    base::File file = base::File::replace(path);
-    file.write(std::as_bytes(std::span(text)), 0);
-    file.sync();
-    file.close();
+  Listing listing{{}, replaced};
+  bool plain = true;
+  for (size_t f = 0; f < names.size(); ++f) {
+    const std::string& name = layout.files()[f].content.name;
+    listing.files[name] = names[f];
+    plain = plain && name == names[f];
   }
+  if (!given.empty() && plain && replaced.empty()) return given;
+  return with_listing(given.empty() ? "{}" : given, listing);
 }
 
 }  // namespace
@@ -113,7 +113,8 @@ struct StagedSave::Plan {
   bool hugging_face;               ///< files are named by us, and have an index where there are several
   file::Call call;
   std::optional<file::Layout> layout;
-  std::optional<file::Draft> draft;
+  std::optional<file::Target> target;
+  std::unique_ptr<file::Staging> staging;  ///< rank 0's
   std::vector<file::Mine> mine;
   int64_t written = 0;
   base::Time begin;
@@ -121,11 +122,11 @@ struct StagedSave::Plan {
   bool staged = false, begun = false;
 
   const Environment* environment() const { return timed ? &machine : nullptr; }
-  Deadline deadline() const { return base::now() + options.timeout; }
+  Deadline deadline() const { return base::after(options.timeout); }
   Deadline patience() const {
-    return base::now() + options.timeout * 3 / 4;
+    return base::after(options.timeout - options.timeout / 4);
   }  ///< with another save; the ranks wait meanwhile
-  file::Storage storage();
+  void open();
   std::deque<file::Output> outputs() const;
   void write_anywhere();
   void write_in_sequence();
@@ -135,17 +136,22 @@ struct StagedSave::Plan {
 };
 
 /// (2)
-Storage StagedSave::Plan::storage() {
-  uint64_t missing = 0;
-  agree(group, deadline(), [&] {
-    if (group.rank() != 0) return;
-    std::vector<std::pair<std::string, int64_t>> sizes;
-    for (const FilePlan& file : layout->files()) sizes.emplace_back(file.name, file.size());
-    const Storage found = prepare(*draft, sizes, call.several_hosts, patience());
-    missing = (found.random_writes ? 0u : 1u) + (found.rename ? 0u : 2u);
-  });
-  group.all_reduce({&missing, 1}, Group::Op::kMax, deadline());
-  return {(missing & 1) == 0, (missing & 2) == 0};
+void StagedSave::Plan::open() {
+  const std::string found = comm::agree_on(
+      group, deadline(),
+      [&] {
+        if (group.rank() != 0) return std::string();
+        file::Sizes sizes;
+        for (const FilePlan& file : layout->files()) sizes.emplace_back(file.name, file.size());
+        staging = std::make_unique<Staging>(*target, std::move(sizes), call.several_hosts, patience());
+        comm::Sender out;
+        for (const bool one : {target->in_place, target->random_writes, target->renames}) out.number(one ? 1 : 0);
+        return out.bytes();
+      },
+      comm::of_first);
+  comm::Receiver in(found);
+  for (bool* one : {&target->in_place, &target->random_writes, &target->renames}) *one = in.number() != 0;
+  if (!target->renames && !target->list_name.empty()) layout->rename_files(target->nonce);
 }
 
 /// One for each thread that writes; several where tensors are produced.
@@ -153,7 +159,7 @@ std::deque<Output> StagedSave::Plan::outputs() const {
   const bool produced = std::any_of(mine.begin(), mine.end(), [](const Mine& one) { return one.producer != nullptr; });
   std::deque<Output> outputs;
   for (int i = 0; i < (produced ? producer->threads : 1); ++i)
-    outputs.emplace_back(*layout, *draft, options.checksums, produced);
+    outputs.emplace_back(*layout, *target, options.checksums, produced);
   return outputs;
 }
 
@@ -182,7 +188,7 @@ void StagedSave::Plan::write_anywhere() {
   agree(group, deadline(), [&] {
     if (group.rank() != 0) return;
     if (options.checksums) layout->set_checksums(output.crcs());
-    for (const FilePlan& file : layout->files()) write_header(draft->file(file.name), file);
+    for (const FilePlan& file : layout->files()) write_header(target->file(file.name), file);
   });
   written = output.written();
 }
@@ -194,7 +200,7 @@ void StagedSave::Plan::write_in_sequence() {
                "{}: this storage takes files only from front to end, and these ranks cannot send each other what one "
                "of them would write; "
                "save elsewhere, or with a process group for CPU tensors (cpu:gloo,cuda:nccl)",
-               draft->target.string());
+               target->path.string());
   }
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
@@ -221,28 +227,34 @@ void StagedSave::Plan::write_in_sequence() {
 
 /// (6)
 void StagedSave::Plan::commit() {
-  if (hugging_face && (layout->files().size() > 1 || (draft->in_place && draft->directory)))
-    write_index(*draft, *layout);
-  write_texts(*draft, options.texts);
-  if (!draft->in_place) {
-    publish(*draft);
-  } else if (hugging_face && draft->directory) {
-    remove_old(*draft);
-  }
-  release(*draft);
+  const std::string names = comm::agree_on(
+      group, deadline(),
+      [&] {
+        if (group.rank() != 0) return std::string();
+        Staging::Texts texts{options.texts, {}};
+        const auto given = texts.beside.extract(options.commit);
+        texts.list = [&](const std::vector<std::string>& names, const std::set<std::string>& replaced) {
+          return list_text(*target, *layout, given.empty() ? "" : given.mapped(), names, replaced);
+        };
+        comm::Sender out;
+        for (const std::string& name : staging->commit(texts)) out.text(name);
+        staging.reset();
+        return out.bytes();
+      },
+      comm::of_first);
+  comm::Receiver in(names);
+  for (size_t f = 0; f < layout->files().size(); ++f) layout->rename_file(f, in.text());
 }
 
 void StagedSave::Plan::give_up() noexcept {
-  if (group.rank() != 0) return;
-  if (base::syscalls().left_one())
-    return release(*draft);  // the next save removes what storage that stands still has of this one
-  discard(*draft);
+  if (staging) staging->discard();
+  staging.reset();
 }
 
 SaveReport StagedSave::Plan::report() const {
   SaveReport report;
   for (const FilePlan& file : layout->files())
-    report.files.push_back(draft->directory ? draft->target / file.name : draft->target);
+    report.files.push_back(target->directory ? target->path / file.name : target->path);
   report.bytes_written = written;
   report.seconds = base::seconds_since(begin);
   return report;
@@ -263,12 +275,13 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
                      {},
                      {},
                      {},
+                     {},
                      0,
                      base::now()}) {
   Plan& plan = *plan_;
   const InEnvironment here(plan.environment());
   const bool directory = !plan.hugging_face || path.extension() != ".safetensors";
-  agree(group, base::now() + options.timeout, [&] {
+  agree(group, base::after(options.timeout), [&] {
     check_call(files, options, producer);
     if (directory || options.texts.empty()) return;
     base::fail(Code::kInvalidArgument, "{}: {} goes with a directory, and this is the name of one file", path.string(),
@@ -288,11 +301,16 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
     base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory",
                path.string(), plan.layout->files().size());
   }
-  plan.draft = base::in_our_words([&] {
-    base::check_path(path);
-    return draft_for(path, directory, plan.hugging_face, plan.call.nonce);
+  plan.target = base::in_our_words([&] {
+    const bool several = files.size() > 1 && options.commit.empty();
+    return target_for(path, directory, plan.hugging_face,
+                      !directory          ? ""
+                      : plan.hugging_face ? kIndexName
+                      : several           ? kAveragesName
+                                          : options.commit);
   });
-  plan.draft->host = plan.call.host;
+  plan.target->nonce = plan.call.nonce;
+  plan.target->host = plan.call.host;
   plan.mine = own_parts(group.rank(), *arrangement, tensors, files, producer);
 }
 
@@ -312,9 +330,9 @@ size_t StagedSave::staging_bytes() const noexcept {
 void StagedSave::stage(std::span<std::byte> memory) {
   Plan& plan = *plan_;
   if (plan.staged || plan.begun)
-    base::fail(Code::kInvalidArgument, "{}: stage() comes once, before write()", plan.draft->target.string());
+    base::fail(Code::kInvalidArgument, "{}: stage() comes once, before write()", plan.target->path.string());
   if (memory.size() < staging_bytes())
-    base::fail(Code::kInvalidArgument, "{}: {} bytes of staging memory; {} are needed", plan.draft->target.string(),
+    base::fail(Code::kInvalidArgument, "{}: {} bytes of staging memory; {} are needed", plan.target->path.string(),
                memory.size(), staging_bytes());
   plan.staged = true;
   const InEnvironment here(plan.environment());
@@ -332,30 +350,19 @@ SaveReport StagedSave::write() {
   Plan& plan = *plan_;
   if (std::exchange(plan.begun, true))
     base::fail(Code::kInvalidArgument, "{}: write() was called already; another save is another StagedSave",
-               plan.draft->target.string());
+               plan.target->path.string());
   const InEnvironment here(plan.environment());
   try {
-    const Storage storage = plan.storage();
-    if (!storage.rename) {
-      plan.draft->in_place = true;
-      if (plan.hugging_face && plan.draft->directory) plan.layout->rename_files(plan.call.nonce);
-      agree(plan.group, plan.deadline(), [&] {
-        std::vector<std::string> names;
-        for (const FilePlan& file : plan.layout->files()) names.push_back(file.name);
-        if (plan.group.rank() == 0) prepare_in_place(*plan.draft, names, plan.patience());
-      });
-    }
-    if (storage.random_writes && storage.rename) {
+    plan.open();
+    if (plan.target->random_writes && plan.target->renames) {
       plan.write_anywhere();
     } else {
       plan.write_in_sequence();
     }
-    agree(plan.group, plan.deadline(), [&] {
-      if (plan.group.rank() == 0) plan.commit();
-    });
+    plan.commit();
   } catch (const Error& error) {
     plan.give_up();
-    say_where(error, plan.draft->target);
+    say_where(error, plan.target->path);
     throw;
   } catch (...) {
     plan.give_up();

@@ -51,7 +51,6 @@ class ObjectStore : public base::Syscalls {
   int rename(const char* from, const char* to) override {
     return renames_ ? Syscalls::rename(from, to) : refuse(ENOSYS);
   }
-  int rename_exchange(const char*, const char*) override { return refuse(ENOSYS); }
 
   bool failed() const { return left_ < 0; }
 

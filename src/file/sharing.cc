@@ -143,7 +143,7 @@ std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::
     return Group::Decision{packed(out.bytes())};
   };
   const std::string all =
-      unpacked(group.decide(tells ? "+" + mine.list() : std::string(), join, base::now() + timeout).common);
+      unpacked(group.decide(tells ? "+" + mine.list() : std::string(), join, base::after(timeout)).common);
   std::vector<std::string> lists;
   for (Receiver in(all); !in.done();) lists.push_back(in.text().substr(1));
   return lists;
@@ -229,7 +229,7 @@ std::shared_ptr<const std::vector<Shared>> share(Group& group, std::span<const T
                                                  milliseconds timeout) {
   const Holding held(views);
   const auto decide = [](const std::vector<std::string>& words) { return Group::Decision{sum_up(words)}; };
-  const std::string summary = group.decide(held.words(), decide, base::now() + timeout).common;
+  const std::string summary = group.decide(held.words(), decide, base::after(timeout)).common;
   return std::make_shared<const std::vector<Shared>>(shared_from(group, held, summary, timeout));
 }
 

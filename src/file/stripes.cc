@@ -199,7 +199,7 @@ StripeWriter::StripeWriter(Group& group, std::chrono::milliseconds timeout, cons
 
 comm::Part StripeWriter::round() {
   if (next_ == rounds_.size()) return {0, true};
-  deadline_ = base::now() + timeout_ * 3 / 4;  // who waited in vain is in time to say so
+  deadline_ = base::after(timeout_ - timeout_ / 4);  // who waited in vain is in time to say so
   const std::vector<Stripe>& stripes = rounds_[next_++];
   const Stripe* const own = owned_by(group_.rank(), stripes);
   if (own != nullptr) {

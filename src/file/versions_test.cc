@@ -1,5 +1,8 @@
 // Whatever happens to a path while it is read, all ranks read one version of it; and what one rank reads wrongly is
 // noticed.
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -17,7 +20,7 @@ class Replaced : public base::Syscalls {
     const ssize_t done = Syscalls::pread(fd, data, bytes, offset);
     const size_t next = next_++;
     if (next < versions_.size() && fs::is_directory(path_))
-      Syscalls::rename_exchange(versions_[next].c_str(), path_.c_str());
+      ::syscall(SYS_renameat2, AT_FDCWD, versions_[next].c_str(), AT_FDCWD, path_.c_str(), RENAME_EXCHANGE);
     else if (next < versions_.size())
       fs::rename(versions_[next], path_);
     return done;

@@ -7,10 +7,12 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 
+#include "kernels/cuda_work.h"
 #include "kernels/kernels.h"
 
 namespace shardow::kernels::cuda {
@@ -37,6 +39,7 @@ class Table {
 };
 
 bool capturing(const Device& device);  ///< the stream is being captured into a graph
+void finish(const Device& device);     ///< the host waits for all that the stream has to do
 
 /// Averages of one dtype. Compiles and loads the kernels for the chunks' dtypes where the process has none yet, most of
 /// a second; kUnsupported where there is no NVRTC that does.
@@ -49,8 +52,9 @@ struct CompileReport {
 };
 CompileReport compile_report();
 
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
-          Direction direction, Device device);
+/// Exchanges parameters of one device with their averages there, `Pairs::kMost` at most, whose dtypes swap in place:
+/// one launch.
+void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, Direction direction);
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device);
 
 void* allocate(size_t bytes, int index);  ///< 256-byte aligned
@@ -64,15 +68,8 @@ void* pin(
     int index);  ///< host memory that devices copy from and to without a copy in between; made through device `index`
 void unpin(void* memory, int index) noexcept;
 
-/// A copy that goes on.
-class Copy {
- public:
-  virtual ~Copy() = default;
-  virtual void wait() = 0;
-};
-
-/// Between pinned and device memory, behind what device.stream has to do before.
-std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device);
+/// Between pinned and device memory, behind what device.stream has to do before. The host calls the result to wait.
+std::function<void()> begin_copy(void* to, const void* from, size_t bytes, Device device);
 
 /// Copies between a device and pinned memory, one after the other on a stream of their own, beside all else that the
 /// device does. The driver reports a copy that fails where it is begun, or to whoever waits for a mark behind it. One

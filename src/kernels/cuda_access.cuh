@@ -13,6 +13,12 @@
 
 namespace shardow::kernels::cuda {
 
+/// A thread's warp among those of the grid.
+struct Warp {
+  int lane = static_cast<int>(threadIdx.x) % kLanes;
+  int64_t index = int64_t{blockIdx.x} * kWarps + threadIdx.x / kLanes, of = int64_t{gridDim.x} * kWarps;
+};
+
 __device__ inline bool aligned(const void* pointer) {
   return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
 }
@@ -89,5 +95,16 @@ class Access {
 
   int left_, first_, stride_;
 };
+
+/// A group of `to` <- the same of `from`, rounded once.
+template <class From, class To>
+__device__ inline void convert_group(const Access<To>& access, const From* from, To* to) {
+  From in[kPerLane];
+  To out[kPerLane];
+  access.load(from, in);
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) out[j] = convert<To>(in[j]);
+  access.store(to, out);
+}
 
 }  // namespace shardow::kernels::cuda

@@ -1,4 +1,5 @@
 // The CUDA path but for kernels: memory of devices, copies that go on.
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -8,41 +9,22 @@
 namespace shardow::kernels::cuda {
 namespace {
 
-class EventCopy final : public Copy {
- public:
-  EventCopy(void* to, const void* from, size_t bytes, Device device)
-      : index_(device.index), event_(std::make_unique<Event>()) {
-    driver().copy(to, from, bytes, device.stream);
-    event_->record(device.stream);
-  }
-  ~EventCopy() override {
-    const DeviceGuard guard(index_, std::nothrow);
-    event_.reset();
-  }
-  void wait() override {
-    const DeviceGuard guard(index_);
-    event_->wait();
-  }
-
- private:
-  int index_;
-  std::unique_ptr<Event> event_;
-};
-
 /// Its stream does not wait for the default one, which would make copies wait for what they are to go on beside.
 class StreamLink final : public Link {
  public:
   StreamLink(int index, size_t num_marks) : index_(index), resources_(std::make_unique<Resources>(num_marks)) {}
   ~StreamLink() override {
     const DeviceGuard guard(index_, std::nothrow);
-    static_cast<void>(driver().synchronize.status(stream()));
     resources_.reset();
   }
-  void follow(void* stream) override { join(this->stream(), stream); }
-  void join(void* stream, void* behind) override {
+  void follow(void* behind) override {
     const DeviceGuard guard(index_);
     resources_->followed.record(behind);
-    resources_->followed.wait_on(stream);
+    resources_->followed.wait_on(stream());
+  }
+  void join(void* stream, void* behind) override {
+    const DeviceGuard guard(index_);
+    resources_->followed.order(stream, behind);
   }
   void copy(void* to, const void* from, size_t bytes) override {
     const DeviceGuard guard(index_);
@@ -82,12 +64,9 @@ class StreamLink final : public Link {
 }  // namespace
 
 bool capturing(const Device& device) {
-  if (device.kind != Device::Kind::kCuda || device.stream == nullptr)
-    return false;  // the default stream can't be captured
+  if (device.kind != Device::Kind::kCuda) return false;
   const DeviceGuard guard(device.index);
-  int status = 0;
-  driver().is_capturing(device.stream, &status);
-  return status != 0;
+  return state_of(device.stream) == StreamState::kCaptured;
 }
 
 void* allocate(size_t bytes, int index) {
@@ -122,9 +101,23 @@ void unpin(void* memory, int index) noexcept {
   static_cast<void>(driver().free_pinned.status(memory));
 }
 
-std::unique_ptr<Copy> begin_copy(void* to, const void* from, size_t bytes, Device device) {
+void finish(const Device& device) {
   const DeviceGuard guard(device.index);
-  return std::make_unique<EventCopy>(to, from, bytes, device);
+  driver().synchronize(device.stream);
+}
+
+std::function<void()> begin_copy(void* to, const void* from, size_t bytes, Device device) {
+  const DeviceGuard guard(device.index);
+  const std::shared_ptr<Event> event(new Event, [index = device.index](const Event* ended) {
+    const DeviceGuard with_context(index, std::nothrow);
+    delete ended;
+  });
+  driver().copy(to, from, bytes, device.stream);
+  event->record(device.stream);
+  return [event, index = device.index] {
+    const DeviceGuard with_context(index);
+    event->wait();
+  };
 }
 
 std::unique_ptr<Link> make_link(int index, size_t num_marks) {

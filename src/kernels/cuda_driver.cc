@@ -118,6 +118,21 @@ const UsedDevice& used_device(int index) {
   return devices->at(index);
 }
 
+/// The default stream can't be captured.
+StreamState state_of(void* stream) noexcept {
+  int captured = 0;
+  if (stream != nullptr && driver().is_capturing.status(stream, &captured) != 0) return StreamState::kGone;
+  return captured != 0 ? StreamState::kCaptured : StreamState::kReady;
+}
+
+void Event::order(void* stream, void* behind) {
+  const StreamState last = state_of(behind);
+  if (last == StreamState::kCaptured || state_of(stream) == StreamState::kCaptured) return;
+  if (last == StreamState::kGone) return driver().synchronize_context();
+  record(behind);
+  wait_on(stream);
+}
+
 DeviceGuard::DeviceGuard(int index) {
   driver().push_context(used_device(index).context);
   pushed_ = true;

@@ -54,6 +54,7 @@ struct Driver {
   Call<void**, int> retain_primary_context{library, "cuDevicePrimaryCtxRetain"};
   Call<void*> push_context{library, "cuCtxPushCurrent_v2"};
   Call<void**> pop_context{library, "cuCtxPopCurrent_v2"};
+  Call<> synchronize_context{library, "cuCtxSynchronize"};
 
   Call<void**, size_t> allocate{library, "cuMemAlloc_v2"};
   Call<void**, size_t*, void*> address_range{library, "cuMemGetAddressRange_v2"};
@@ -115,11 +116,18 @@ class DeviceGuard {
   int capture_mode_ = kCaptureRelaxed;
 };
 
-/// Does not wait for the default stream, nor that one for it. The current context's, as events are.
+enum class StreamState { kReady, kCaptured, kGone };
+StreamState state_of(void* stream) noexcept;
+
+/// Does not wait for the default stream, nor that one for it. The current context's, as events are. Ends when all that
+/// it has to do is done.
 class Stream {
  public:
   Stream() { driver().create_stream(&stream_, kNonBlocking); }
-  ~Stream() { static_cast<void>(driver().destroy_stream.status(stream_)); }
+  ~Stream() {
+    static_cast<void>(driver().synchronize.status(stream_));
+    static_cast<void>(driver().destroy_stream.status(stream_));
+  }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   void* get() const { return stream_; }
@@ -139,6 +147,9 @@ class Event {
   void record(void* stream) { driver().record(event_, stream); }
   void wait() { driver().wait(event_); }
   void wait_on(void* stream) { driver().wait_for_event(stream, event_, 0); }
+  /// Puts what `stream` is given from here on behind what `behind` has to do by now. A capture can't wait for what is
+  /// outside of it. Where `behind` is gone, the host waits for all that the device has to do.
+  void order(void* stream, void* behind);
 
  private:
   void* event_ = nullptr;

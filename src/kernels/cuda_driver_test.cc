@@ -45,6 +45,7 @@ SAME(device_attribute, cuDeviceGetAttribute);
 SAME(retain_primary_context, cuDevicePrimaryCtxRetain);
 SAME(push_context, cuCtxPushCurrent);
 SAME(pop_context, cuCtxPopCurrent);
+SAME(synchronize_context, cuCtxSynchronize);
 SAME(allocate, cuMemAlloc);
 SAME(address_range, cuMemGetAddressRange);
 SAME(free, cuMemFree);

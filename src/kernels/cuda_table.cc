@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,23 +21,16 @@
 #include "kernels/cuda_kernels.h"
 #include "kernels/cuda_work.h"
 #include "kernels/memory.h"
-#include "kernels/row.h"
 #include "shardow/error.h"
+#include "tensor/dtype.h"
 
 namespace shardow::kernels::cuda {
 namespace {
 
-/// Memory as an array of T.
 template <class T>
-class Array {
- public:
-  explicit Array(Memory memory) : memory_(std::move(memory)) {}
-  T* get() const { return reinterpret_cast<T*>(memory_.data()); }
-  void abandon() noexcept { memory_.abandon(); }
-
- private:
-  Memory memory_;
-};
+T* array_in(const Memory& memory) {
+  return reinterpret_cast<T*>(memory.data());
+}
 
 /// Elements per tile: enough tiles to give every warp of the device one, but none so small that its preparation shows.
 uint32_t tile_elements(std::span<const Chunk> chunks, int multiprocessors) {
@@ -106,7 +100,8 @@ class TableImpl final : public Table {
 
   ~TableImpl() override {
     const DeviceGuard guard(device_.index, std::nothrow);
-    if (captured_) outlive();
+    finish();
+    if (captured_) resources_->replay.abandon();
     resources_.reset();
   }
 
@@ -114,7 +109,7 @@ class TableImpl final : public Table {
     if (num_tiles_ == 0 || step.num_averages == 0) return;
     const DeviceGuard guard(device_.index);
     const bool captured = capturing(device_);
-    const Replay* const replay = captured ? resources_->replay.get() : nullptr;
+    const Replay* const replay = captured ? array_in<Replay>(resources_->replay) : nullptr;
     captured_ = captured_ || captured;
     launch(kernels_[0], blocks(), device_.stream, captured ? Work{} : work(), step, replay);
   }
@@ -136,17 +131,17 @@ class TableImpl final : public Table {
     const size_t slot = next_slot_++ % kSlots;
     Event& written = resources_->written[slot];
     written.wait();
-    Replay* const pinned = resources_->pinned.get() + slot;
+    Replay* const pinned = array_in<Replay>(resources_->pinned) + slot;
     *pinned = {step, work()};
-    driver().copy(resources_->replay.get(), pinned, sizeof(Replay), device_.stream);
+    driver().copy(array_in<Replay>(resources_->replay), pinned, sizeof(Replay), device_.stream);
     written.record(device_.stream);
   }
 
   Tally read_tally() override {
     const DeviceGuard guard(device_.index);
-    DeviceTally* const read = resources_->read.get();
-    driver().copy(read, resources_->tally.get(), sizeof(DeviceTally), device_.stream);
-    driver().set(resources_->tally.get(), 0, sizeof(DeviceTally), device_.stream);
+    DeviceTally* const read = array_in<DeviceTally>(resources_->read);
+    driver().copy(read, array_in<DeviceTally>(resources_->tally), sizeof(DeviceTally), device_.stream);
+    driver().set(array_in<DeviceTally>(resources_->tally), 0, sizeof(DeviceTally), device_.stream);
     resources_->done.record(device_.stream);
     resources_->done.wait();
     return {static_cast<int64_t>(read->non_finite),
@@ -156,13 +151,8 @@ class TableImpl final : public Table {
   void set_stream(void* stream) override {
     if (stream == device_.stream) return;
     const DeviceGuard guard(device_.index);
-    Device next = device_;
-    next.stream = stream;
-    if (!capturing(device_) && !capturing(next)) {
-      resources_->done.record(device_.stream);
-      resources_->done.wait_on(stream);
-    }
-    device_ = next;
+    resources_->done.order(stream, device_.stream);
+    device_.stream = stream;
   }
 
  private:
@@ -170,55 +160,48 @@ class TableImpl final : public Table {
 
   struct Resources {
     Resources(const Device& device, size_t num_chunks, size_t num_tiles)
-        : chunks(Memory(std::max<size_t>(num_chunks, 1) * sizeof(Chunk), device)),
-          tiles(Memory(std::max<size_t>(num_tiles, 1) * sizeof(Tile), device)),
-          tally(Memory(sizeof(DeviceTally), device)),
-          replay(Memory(sizeof(Replay), device)),
+        : chunks(std::max<size_t>(num_chunks, 1) * sizeof(Chunk), device),
+          tiles(std::max<size_t>(num_tiles, 1) * sizeof(Tile), device),
+          tally(sizeof(DeviceTally), device),
+          replay(sizeof(Replay), device),
           pinned(Memory::pinned(kSlots * sizeof(Replay), device)),
           read(Memory::pinned(sizeof(DeviceTally), device)),
           written(kSlots) {}
 
-    Array<Chunk> chunks;
-    Array<Tile> tiles;
-    Array<DeviceTally> tally;
-    Array<Replay> replay;
-    Array<Replay> pinned;
-    Array<DeviceTally> read;
+    Memory chunks, tiles, tally, replay, pinned, read;
     std::vector<Event> written;
     Event done;  // of what the host or another stream waits for
   };
 
   unsigned blocks() const { return (num_tiles_ + kWarps - 1) / kWarps; }
-  Work work() const { return {resources_->chunks.get(), resources_->tiles.get(), num_tiles_, resources_->tally.get()}; }
+  Work work() const {
+    return {array_in<Chunk>(resources_->chunks), array_in<Tile>(resources_->tiles), num_tiles_,
+            array_in<DeviceTally>(resources_->tally)};
+  }
 
-  /// A graph may be replayed when the table is gone: then it reads zeros and does nothing. What it reads is never
-  /// freed. The zeros come after the replays before, unless the stream can't have them: it is gone, or captured at this
-  /// moment.
-  void outlive() noexcept {
-    int capture = 0;
-    Replay* const replay = resources_->replay.get();
-    if (device_.stream == nullptr || (driver().is_capturing.status(device_.stream, &capture) == 0 && capture == 0)) {
-      static_cast<void>(driver().set.status(replay, 0, sizeof(Replay), device_.stream));
-    } else {
-      try {
-        const Stream aside;
-        driver().set(replay, 0, sizeof(Replay), aside.get());
-        driver().synchronize(aside.get());
-      } catch (const Error&) {  // the device has failed: nothing is replayed any more
-      }
+  /// Waits for what the table has under way, so that its memory can be freed. A graph may be replayed when the table is
+  /// gone: then it reads zeros and does nothing. What it reads is never freed. The zeros come after the replays before,
+  /// unless the stream can't have them: it is gone, or captured at this moment.
+  void finish() noexcept {
+    try {
+      std::optional<Stream> aside;
+      void* const stream = state_of(device_.stream) == StreamState::kReady ? device_.stream : aside.emplace().get();
+      if (captured_)
+        static_cast<void>(driver().set.status(array_in<Replay>(resources_->replay), 0, sizeof(Replay), stream));
+      driver().synchronize(stream);
+    } catch (const Error&) {  // the device has failed: nothing is done or replayed any more
     }
-    resources_->replay.abandon();
   }
 
   /// Fills the device's memory on a private stream, so that nothing waits for what the device has to do for others.
   void fill(std::span<const Chunk> chunks, const std::vector<Tile>& tiles) {
     const Stream stream;
     if (num_tiles_ > 0) {
-      driver().copy(resources_->chunks.get(), chunks.data(), chunks.size_bytes(), stream.get());
-      driver().copy(resources_->tiles.get(), tiles.data(), tiles.size() * sizeof(Tile), stream.get());
+      driver().copy(array_in<Chunk>(resources_->chunks), chunks.data(), chunks.size_bytes(), stream.get());
+      driver().copy(array_in<Tile>(resources_->tiles), tiles.data(), tiles.size() * sizeof(Tile), stream.get());
     }
-    driver().set(resources_->tally.get(), 0, sizeof(DeviceTally), stream.get());
-    driver().set(resources_->replay.get(), 0, sizeof(Replay), stream.get());
+    driver().set(array_in<DeviceTally>(resources_->tally), 0, sizeof(DeviceTally), stream.get());
+    driver().set(array_in<Replay>(resources_->replay), 0, sizeof(Replay), stream.get());
     driver().synchronize(stream.get());
   }
 
@@ -230,14 +213,16 @@ class TableImpl final : public Table {
   bool captured_ = false;
 };
 
-/// Enough threads to fill any device; the kernels stride over the rest.
-unsigned blocks_for(int64_t count) {
-  constexpr int64_t kEach = int64_t{kThreads} * kPerLane;
-  return static_cast<unsigned>(std::clamp<int64_t>((count + kEach - 1) / kEach, 1, 4096));
+/// With enough threads for so many groups, or to fill any device; the kernels stride over the rest.
+template <class... Arguments>
+void launch_over(int64_t groups, const std::string& kernel, const Device& device, const Arguments&... arguments) {
+  if (groups == 0) return;
+  const auto blocks = static_cast<unsigned>(std::clamp<int64_t>((groups + kWarps - 1) / kWarps, 1, 4096));
+  launch(load_kernels({kernel}, device.index)[0], blocks, device.stream, arguments...);
 }
 
-void* kernel(const std::string& name, const Device& device) {
-  return load_kernels({name}, device.index)[0];
+int64_t groups_of(int64_t count) {
+  return (count + kGroup - 1) / kGroup;
 }
 
 }  // namespace
@@ -247,29 +232,29 @@ std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device) {
   return std::make_unique<TableImpl>(chunks, device);
 }
 
-void swap(void* parameter, DType parameter_dtype, void* average, DType average_dtype, int64_t count,
-          Direction direction, Device device) {
+void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, Direction direction) {
+  const Device& device = parameters[0].device;
   const DeviceGuard guard(device.index);
-  if (count == 0) return;
-  if (parameter_dtype == average_dtype) {
-    with_dtype(parameter_dtype, [&]<class P>() {
-      const int64_t words = count * static_cast<int64_t>(sizeof(P) / 2);
-      launch(kernel("swap_kernel", device), blocks_for(words), device.stream, parameter, average, words);
-    });
-  } else if (swaps_in_place(parameter_dtype, average_dtype)) {
-    launch(kernel("exchange_kernel", device), blocks_for(count), device.stream, parameter, average, count, direction);
+  Pairs pairs{{}, static_cast<int>(parameters.size()), direction};
+  int64_t groups = 0;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const bool exchange = parameters[i].dtype != averages[i].dtype;
+    const int64_t words = exchange ? 1 : byte_size(parameters[i].dtype, 1) / 2;
+    pairs.pairs[i] = {static_cast<uint16_t*>(parameters[i].data), averages[i].data, words * parameters[i].region.size(),
+                      exchange};
+    groups += groups_of(pairs.pairs[i].count);
   }
+  launch_over(groups, "swap_kernel", device, pairs);
 }
 
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device) {
-  const DeviceGuard guard(device.index);
   if (count == 0) return;
+  const DeviceGuard guard(device.index);
   if (from_dtype == to_dtype) {
-    with_dtype(from_dtype,
-               [&]<class T>() { driver().copy(to, from, static_cast<size_t>(count) * sizeof(T), device.stream); });
-  } else if (is_averaged_dtype(from_dtype) && is_averaged_dtype(to_dtype)) {
-    const std::string name = std::string("cast_kernel<") + type_of(from_dtype) + ", " + type_of(to_dtype) + ">";
-    launch(kernel(name, device), blocks_for(count), device.stream, from, to, count);
+    driver().copy(to, from, static_cast<size_t>(byte_size(from_dtype, count)), device.stream);
+  } else {
+    launch_over(groups_of(count), std::string("cast_kernel<") + type_of(from_dtype) + ", " + type_of(to_dtype) + ">",
+                device, from, to, count);
   }
 }
 

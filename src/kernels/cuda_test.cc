@@ -248,30 +248,35 @@ TEST_F(Cuda, ConsecutiveUpdatesDoNotWaitForTheirSteps) {
   expect_equal(actual, expected, step);
 }
 
+/// All in one launch.
 TEST_F(Cuda, SwapEqualsReferenceAndIsUndone) {
   Random random(7);
+  std::vector<Problem> before;
   for (const Pair& pair : all_pairs()) {
     if (!swaps_in_place(pair.first, pair.second)) continue;
     for (const int64_t count : {0, 1, 8, 31, 1000, 50001}) {
-      for (const size_t offset : {0, 1, 8}) {
-        const Problem problem(pair.first, pair.second, 1, count, offset, offset, Values::kAnyBits, random);
-        Problem expected = problem;
-        std::vector<Problem> actual = {problem};
-        reference::swap(expected.parameter.data(), pair.first, expected.averages[0].data(), pair.second, count,
-                        Direction::kIn);
-        OnDevice on_device(actual);
-        void* const parameter = const_cast<void*>(on_device.chunks[0].parameter);
-        cuda::swap(parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count, Direction::kIn, device_);
-        wait();
-        on_device.fetch();
-        ASSERT_TRUE(actual[0] == expected) << pair << ", " << count;
-        cuda::swap(parameter, pair.first, on_device.chunks[0].averages[0], pair.second, count, Direction::kOut,
-                   device_);
-        wait();
-        on_device.fetch();
-        ASSERT_TRUE(actual[0] == problem) << pair << ", " << count;
-      }
+      for (const size_t offset : {0, 1, 8})
+        before.emplace_back(pair.first, pair.second, 1, count, offset, offset, Values::kAnyBits, random);
     }
+  }
+  std::vector<Problem> actual = before, swapped = before;
+  OnDevice on_device(actual);
+  std::vector<TensorView> parameters, averages;
+  for (size_t i = 0; i < before.size(); ++i) {
+    const Chunk host = swapped[i].chunk(), &device = on_device.chunks[i];
+    reference::swap(const_cast<void*>(host.parameter), host.parameter_dtype, host.averages[0], host.average_dtype,
+                    host.count, Direction::kIn);
+    const Region region = Region::whole({host.count});
+    parameters.push_back({"p", host.parameter_dtype, region, const_cast<void*>(device.parameter), device_});
+    averages.push_back({"p", host.average_dtype, region, device.averages[0], device_});
+  }
+  for (const Direction direction : {Direction::kIn, Direction::kOut}) {
+    cuda::swap(parameters, averages, direction);
+    wait();
+    on_device.fetch();
+    const std::vector<Problem>& expected = direction == Direction::kIn ? swapped : before;
+    for (size_t i = 0; i < actual.size(); ++i)
+      ASSERT_TRUE(actual[i] == expected[i]) << "problem " << i << " of " << actual[i].count;
   }
 }
 

@@ -159,23 +159,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
 /// Every average <- its parameter, rounded once.
 template <class S, class... P>
 __global__ void copy_kernel(const __grid_constant__ Work work, int num_averages) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const uint64_t index = uint64_t{blockIdx.x} * kWarps + threadIdx.x / kLanes;
-  if (index >= work.num_tiles) return;
-  const Tile tile = work.tiles[index];
+  const Warp warp;
+  if (warp.index >= work.num_tiles) return;
+  const Tile tile = work.tiles[warp.index];
   const Chunk& chunk = work.chunks[tile.chunk];
   with_parameter<P...>(chunk, [&]<class Q>() {
     const Q* const parameter = static_cast<const Q*>(chunk.parameter) + tile.begin;
     for (int k = 0; k < num_averages; ++k) {
       S* const average = static_cast<S*>(chunk.averages.data()[k]) + tile.begin;
       for (int begin = 0; begin < static_cast<int>(tile.count); begin += kGroup) {
-        const Access<S> access(aligned(parameter) && aligned(average), lane, static_cast<int>(tile.count) - begin);
-        Q p[kPerLane];
-        S e[kPerLane];
-        access.load(parameter + begin, p);
-#pragma unroll
-        for (int j = 0; j < kPerLane; ++j) e[j] = convert<S>(p[j]);
-        access.store(average + begin, e);
+        const Access<S> access(aligned(parameter) && aligned(average), warp.lane, static_cast<int>(tile.count) - begin);
+        convert_group(access, parameter + begin, average + begin);
       }
     }
   });

@@ -31,6 +31,23 @@ struct Work {
   DeviceTally* tally;
 };
 
+/// Words of 16 bits and their average's; or bfloat16 parameters with float32 averages, which are exchanged by their
+/// bits.
+struct Pair {
+  uint16_t* parameter;
+  void* average;
+  int64_t count;
+  bool exchange;
+};
+
+/// The argument of a swap: as many as the 4 KB that a launch may be given hold.
+struct Pairs {
+  static constexpr int kMost = 126;
+  Pair pairs[kMost];
+  int count;
+  Direction direction;
+};
+
 /// The work of a replayed update, in device memory at the one address that its graph keeps. Zeros: nothing.
 struct Replay {
   Step step;

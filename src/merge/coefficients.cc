@@ -2,6 +2,7 @@
 // is short.
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numbers>
 #include <numeric>
 #include <utility>
@@ -20,6 +21,8 @@ constexpr std::pair<std::string_view, DecayCurve> kCurves[] = {{"linear", DecayC
                                                                {"1-sqrt", DecayCurve::kOneMinusSqrt}};
 
 std::string_view name_of(DecayCurve curve) {
+  if (static_cast<size_t>(curve) >= std::size(kCurves))
+    fail(Code::kInvalidArgument, "DecayCurve: {} is none", static_cast<int>(curve));
   return kCurves[static_cast<size_t>(curve)].first;
 }
 
@@ -32,11 +35,8 @@ void check_decay(double decay) {
 }
 
 void check_ascending(std::span<const int64_t> steps) {
-  constexpr int64_t kMost = int64_t{1} << 53;  // beyond, float64 has no longer every whole number
   check_inputs(steps.size());
-  for (const int64_t step : steps) {
-    if (step < 0 || step > kMost) fail(Code::kInvalidArgument, "step {}: steps are 0 to 2^53 = {}", step, kMost);
-  }
+  for (const int64_t step : steps) check_step(step);
   for (size_t j = 1; j < steps.size(); ++j) {
     if (steps[j] <= steps[j - 1])
       fail(Code::kInvalidArgument, "step {} after step {}: steps must ascend, each of them once", steps[j],
@@ -113,6 +113,11 @@ std::vector<double> evenly(const std::vector<double>& steps) {
 
 }  // namespace
 
+void check_step(int64_t step) {
+  constexpr int64_t kMost = int64_t{1} << 53;  // beyond, float64 has no longer every whole number
+  if (step < 0 || step > kMost) fail(Code::kInvalidArgument, "step {}: steps are 0 to 2^53 = {}", step, kMost);
+}
+
 std::optional<DecayCurve> find_decay_curve(std::string_view name) noexcept {
   for (const auto& [text, curve] : kCurves) {
     if (text == name) return curve;
@@ -172,9 +177,10 @@ Coefficients decay_coefficients(DecayCurve curve, std::span<const int64_t> steps
   if (curve == DecayCurve::kInvSqrt && steps[0] <= 0)
     fail(Code::kInvalidArgument,
          "curve inv-sqrt is sqrt(first step / step): the first step must be above 0, and it is {}", steps[0]);
+  const std::string_view name = name_of(curve);
   const std::vector<double> s(steps.begin(), steps.end());
   const std::vector<double> means = interval_means(curve, s);
-  return {differences(means), fmt::format("curve {} over steps {} to {}", name_of(curve), steps.front(), steps.back()),
+  return {differences(means), fmt::format("curve {} over steps {} to {}", name, steps.front(), steps.back()),
           largest_difference(means, interval_means(curve, evenly(s)))};
 }
 

@@ -9,6 +9,7 @@
 #include "base/turns.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
+#include "file/call.h"
 #include "file/device.h"
 #include "file/lanes.h"
 #include "file/ownership.h"
@@ -43,9 +44,12 @@ std::string facts(const Plan& plan, const std::vector<std::string>& others) {
 
 /// The plan that all ranks have, or an error on all.
 Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype,
-                 const std::vector<std::string>& others, Deadline deadline) {
+                 const std::vector<std::string>& others, std::span<const TensorView> tensors, Deadline deadline) {
   std::optional<Plan> plan;
-  agree(group, deadline, [&] { plan.emplace(std::move(inputs), dtype); });
+  agree(group, deadline, [&] {
+    file::check_memory(tensors);
+    plan.emplace(std::move(inputs), dtype);
+  });
   if (group.size() == 1) return *std::move(plan);
   const std::string mine = std::to_string(std::hash<std::string>()(facts(*plan, others)));
   const std::vector<std::string> all = group.all_gather(mine, deadline);
@@ -159,8 +163,8 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
                   const MergeOptions& options) {
   const auto begin = Clock::now();
   group.begin("merge()", options.timeout);
-  const Plan plan =
-      agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()}, begin + options.timeout);
+  const Plan plan = agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()}, {},
+                                base::after(options.timeout));
   MergeReport report = plan.report();
   if (options.check_only) return report;
   merging::Sums sums(plan, options.verify);
@@ -190,12 +194,12 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   const auto begin = Clock::now();
   group.begin("load()", options.timeout);
   // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
-  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {}, begin + options.timeout);
+  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {}, tensors, base::after(options.timeout));
   const auto shared = file::share(group, tensors, options.timeout);
   const std::vector<file::Shared>& wanted = *shared;
   std::array<uint64_t, 3> asked = {options.strict, options.verify,
                                    options.check_only};  // what one rank asks for, all do
-  group.all_reduce(asked, Group::Op::kMax, begin + options.timeout);
+  group.all_reduce(asked, Group::Op::kMax, base::after(options.timeout));
   const auto [strict, verify, check_only] = asked;
   LoadReport report = compare(plan, wanted, strict != 0);
   report.metadata[kMergeKey] = plan.provenance("");
@@ -223,8 +227,8 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
   comm::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });
-  agree(group, Clock::now() + options.timeout, [&] { parts.tell(); });
-  sums.check(group, options.timeout, read_once);
+  agree(group, base::after(options.timeout), [&] { parts.tell(); });
+  sums.check(group, options.timeout, read_once, "; what was loaded into holds such sums, and has lost its own values");
   report.bytes_read = sums.bytes_read();
   report.seconds = base::seconds_since(begin);
   return report;

@@ -102,6 +102,46 @@ TEST_F(Merge, CastsOnceAndTakesInputsOfSeveralDtypesWhereOneIsSaid) {
   }
 }
 
+/// One float32 tensor that can't be read.
+class Unreadable final : public MergeSource {
+ public:
+  std::vector<std::string> names() const override { return {"w"}; }
+  std::pair<DType, Shape> tensor(std::string_view) const override { return {DType::kF32, {4}}; }
+  void read(const TensorView&) const override { throw 7; }
+};
+
+TEST_F(Merge, RefusesInputsMemoryAndRulesThatAreNone) {
+  const std::vector<Spec> specs = {{"w", DType::kF32, {4}}};
+  const std::vector<MergeInput> inputs = {saved("a.safetensors", specs, 1, 1, 1),
+                                          saved("b.safetensors", specs, 2, 1, 2)};
+  const std::vector<TensorView> nowhere = {{"w", DType::kF32, Region::whole({4}), nullptr}};
+  expect_error(Code::kInvalidArgument, {"'w' has no memory"}, [&] { load_merged(*solo(), nowhere, inputs); });
+  expect_error(Code::kInvalidArgument, {"'w' has no memory"},
+               [&] { load(*solo(), nowhere, folder_ / "a.safetensors"); });
+  const std::vector<MergeInput> none = {inputs[0], {"none", std::shared_ptr<const MergeSource>(), 1, 3}};
+  expect_error(Code::kInvalidArgument, {"none has no source"}, [&] { merge(*solo(), none, folder_ / "out"); });
+  for (const int64_t step : {int64_t{-5}, (int64_t{1} << 53) + 1}) {
+    std::vector<MergeInput> others = inputs;
+    others[0].step = step;
+    expect_error(Code::kInvalidArgument, {"steps are 0 to 2^53"}, [&] { merge(*solo(), others, folder_ / "out"); });
+  }
+  std::vector<MergeInput> weighed = inputs;
+  for (const MergeRule& rule : {MergeRule{.kind = MergeRule::Kind::kCurve, .curve = static_cast<DecayCurve>(9)},
+                                MergeRule{.kind = static_cast<MergeRule::Kind>(9)}})
+    expect_error(Code::kInvalidArgument, {"9 is none"}, [&] { weigh(weighed, rule); });
+}
+
+TEST_F(Merge, OfASourceThatThrowsNoExceptionIsAnErrorOnAllRanks) {
+  const std::vector<MergeInput> inputs = {{"odd", std::make_shared<Unreadable>(), 1, 1}};
+  Held held("w", DType::kF32, Region::whole({4}));
+  const std::vector<TensorView> views = {held.view};
+  for (const int ranks : {1, 2}) {
+    const std::vector<int> failed = all(ranks, static_cast<int>(Code::kPeerFailed));
+    EXPECT_EQ(on_ranks(ranks, [&](Group& group) { merge(group, inputs, folder_ / "out.safetensors"); }), failed);
+    EXPECT_EQ(on_ranks(ranks, [&](Group& group) { load_merged(group, views, inputs); }), failed);
+  }
+}
+
 TEST_F(Merge, ListsAllThatDoesNotFitBeforeAnythingIsWritten) {
   std::vector<Spec> other = kMixed;
   other[0].shape = {302, 2111};

@@ -9,6 +9,7 @@
 #include "base/errors.h"
 #include "base/version.h"
 #include "file/json.h"
+#include "merge/rules.h"
 #include "tensor/dtype.h"
 
 namespace shardow::merging {
@@ -41,6 +42,9 @@ void check(const std::vector<MergeInput>& inputs) {
     if (!(std::abs(input.coefficient) <= kMostCoefficient))
       fail(Code::kInvalidArgument, "{} has the coefficient {}: it must be a number of at most {} in size", input.name,
            input.coefficient, kMostCoefficient);
+    if (const auto* const source = std::get_if<1>(&input.tensors); source != nullptr && *source == nullptr)
+      fail(Code::kInvalidArgument, "{} has no source: it is null", input.name);
+    if (input.step) check_step(*input.step);
     any = any || input.coefficient != 0;
   }
   if (!any) fail(Code::kInvalidArgument, "nothing to merge: the coefficients of all inputs are 0");

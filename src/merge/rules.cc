@@ -37,8 +37,9 @@ Coefficients of_rule(std::vector<MergeInput>& inputs, const MergeRule& rule) {
     case MergeRule::Kind::kEma: return of_ema(inputs, rule);
     case MergeRule::Kind::kLawa: in_time(inputs); return lawa_coefficients(inputs.size(), rule.last);
     case MergeRule::Kind::kCurve: return decay_coefficients(rule.curve, in_time(inputs));
-    default: sort_by_step(inputs); return uniform_coefficients(inputs.size());
+    case MergeRule::Kind::kUniform: sort_by_step(inputs); return uniform_coefficients(inputs.size());
   }
+  base::fail(Code::kInvalidArgument, "MergeRule::Kind: {} is none", static_cast<int>(rule.kind));
 }
 
 }  // namespace

@@ -14,6 +14,9 @@ namespace shardow {
 inline constexpr const char* kMergeKey =
     "shardow.merge";  ///< in the metadata of a file: version, formula, step, inputs, as JSON
 
+/// Throws kInvalidArgument where a step is not in 0 to 2^53.
+void check_step(int64_t step);
+
 Coefficients uniform_coefficients(size_t inputs);
 
 /// As they are given, whatever their sum; or divided by it, which must not be 0 then.

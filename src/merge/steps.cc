@@ -109,13 +109,15 @@ std::vector<int64_t> steps_of(std::span<const MergeInput> inputs) {
     }
   }
   if (!without.empty())
-    base::fail(Code::kInvalidArgument, "the steps of these inputs are not known: {}; give the steps of all inputs",
+    base::fail(Code::kInvalidArgument,
+               "the steps of these inputs are not known: {}; give the steps of all inputs (steps=, --steps)",
                fmt::join(without, ", "));
   for (size_t i = 0; i < inputs.size(); ++i) {
     for (size_t j = 0; j < i; ++j) {
       if (steps[i] == steps[j])
-        base::fail(Code::kInvalidArgument, "{} and {} are both of step {}; give the steps of all inputs",
-                   inputs[j].name, inputs[i].name, steps[i]);
+        base::fail(Code::kInvalidArgument,
+                   "{} and {} are both of step {}; give the steps of all inputs (steps=, --steps)", inputs[j].name,
+                   inputs[i].name, steps[i]);
     }
   }
   return steps;

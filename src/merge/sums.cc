@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <utility>
@@ -138,7 +139,15 @@ uint64_t Sums::count_overflown(std::span<const size_t> inputs, size_t tensor, co
 void Sums::read_input(size_t input, size_t tensor, const TensorView& block, bool counted) {
   bytes_read_ += block.region.size() * dtype_bits(block.dtype) / 8;
   const MergeInput& from = plan_.inputs()[input];
-  if (const auto* const source = std::get_if<1>(&from.tensors)) return (*source)->read(block);
+  if (const auto* const source = std::get_if<1>(&from.tensors)) {
+    try {
+      return (*source)->read(block);
+    } catch (const std::exception&) {
+      throw;
+    } catch (...) {
+      base::fail(Code::kPeerFailed, "{}: its source threw what is no std::exception", from.name);
+    }
+  }
   const file::Catalog& catalog = file::Inside::of(std::get<Checkpoint>(from.tensors));
   const file::Stored& stored = catalog.find(block.name);
   const bool sum = verify_ && counted && stored.crc && !checked_;
@@ -147,22 +156,23 @@ void Sums::read_input(size_t input, size_t tensor, const TensorView& block, bool
   if (sum) std::atomic_ref(crcs_[place(input, tensor)]).fetch_xor(reader.sums()[0]);
 }
 
-void Sums::check(Group& group, std::chrono::milliseconds timeout, const std::vector<bool>& read_once) {
+void Sums::check(Group& group, std::chrono::milliseconds timeout, const std::vector<bool>& read_once,
+                 std::string_view then) {
   if (checked_.exchange(true)) return;
   constexpr size_t kTogether = size_t{64} << 10;  // numbers in a round
   const auto join = [&](std::vector<uint64_t>& numbers, Group::Op op) {
     for (size_t i = 0; i < numbers.size(); i += kTogether) {
       const auto some = std::span(numbers).subspan(i, std::min(kTogether, numbers.size() - i));
-      group.all_reduce(some, op, base::now() + timeout);
+      group.all_reduce(some, op, base::after(timeout));
     }
   };
   if (verify_) join(crcs_, Group::Op::kXor);
   join(too_large_, Group::Op::kSum);
-  if (verify_) check_bytes(read_once);
-  check_sizes();
+  if (verify_) check_bytes(read_once, then);
+  check_sizes(then);
 }
 
-void Sums::check_bytes(const std::vector<bool>& read_once) const {
+void Sums::check_bytes(const std::vector<bool>& read_once, std::string_view then) const {
   std::vector<std::string> wrong;
   for (size_t j = 0; j < plan_.inputs().size(); ++j) {
     const MergeInput& input = plan_.inputs()[j];
@@ -175,11 +185,11 @@ void Sums::check_bytes(const std::vector<bool>& read_once) const {
     }
   }
   if (!wrong.empty())
-    base::fail(Code::kCorrupt, "the data of {} is not what was saved (checksums differ): merge without it",
-               file::listed(wrong));
+    base::fail(Code::kCorrupt, "the data of {} is not what was saved (checksums differ): merge without it{}",
+               file::listed(wrong), then);
 }
 
-void Sums::check_sizes() const {
+void Sums::check_sizes(std::string_view then) const {
   std::vector<std::string> wrong;
   for (size_t t = 0; t < too_large_.size(); ++t) {
     if (too_large_[t] > 0) wrong.push_back(fmt::format("{} of '{}'", too_large_[t], plan_.tensors()[t].name));
@@ -188,8 +198,8 @@ void Sums::check_sizes() const {
     base::fail(Code::kInvalidArgument,
                "sums that are numbers are beyond the largest of their dtype, and would be infinite in it: {}; choose a "
                "dtype with a wider "
-               "range (float32, or bfloat16 for float16), or smaller weights",
-               file::listed(wrong));
+               "range (float32, or bfloat16 for float16), or smaller weights{}",
+               file::listed(wrong), then);
 }
 
 }  // namespace shardow::merging

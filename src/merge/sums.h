@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "base/mutex.h"
@@ -26,8 +27,9 @@ class Sums {
 
   /// Collective. Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together
   /// have read once; of the others `read_once` says no. Throws kInvalidArgument where numbers have become infinite in
-  /// the dtype that was wanted. The first time only: later reads are not counted.
-  void check(Group& group, std::chrono::milliseconds timeout, const std::vector<bool>& read_once);
+  /// the dtype that was wanted. `then` ends the message. The first time only: later reads are not counted.
+  void check(Group& group, std::chrono::milliseconds timeout, const std::vector<bool>& read_once,
+             std::string_view then = {});
 
   int64_t bytes_read() const { return bytes_read_; }  ///< by this rank
 
@@ -41,8 +43,8 @@ class Sums {
   uint64_t count_overflown(std::span<const size_t> inputs, size_t tensor, const TensorView& block, Scratch& scratch,
                            std::span<const double> sums);
   void read_input(size_t input, size_t tensor, const TensorView& block, bool counted);
-  void check_bytes(const std::vector<bool>& read_once) const;
-  void check_sizes() const;
+  void check_bytes(const std::vector<bool>& read_once, std::string_view then) const;
+  void check_sizes(std::string_view then) const;
   size_t place(size_t input, size_t tensor) const { return input * plan_.tensors().size() + tensor; }
 
   const Plan& plan_;

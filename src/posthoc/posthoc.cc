@@ -67,7 +67,7 @@ double residual(const Products& products, size_t target, const std::vector<doubl
 Plan plan(const std::filesystem::path& directory, const Request& request) {
   const Snapshots all = snapshots_in(directory, request.step);
   const Products products = products_of(all, request);
-  std::vector<double> c = Solver(products, roundoffs_of(all)).solve(products.targets[0]);
+  std::vector<double> c = Solver(products, roundoffs_of(all), request.poll).solve(products.targets[0]);
   for (double& one : c) one = std::fabs(one) < kNothing ? 0 : one;
   const Profile target(all.updates.record().size(), request.target);
   const Difference off = difference(all.updates, all.profiles, all.points, c, target, request.poll);
@@ -110,7 +110,7 @@ Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step,
   for (const double one : sigma_rels) targets.emplace_back(all.updates.record().size(), Schedule::power(one));
   const Products products = exact_products(all.updates, all.profiles, all.points, targets, poll);
   const std::vector<double> roundoffs = roundoffs_of(all);
-  const Solver solver(products, roundoffs);
+  const Solver solver(products, roundoffs, poll);
   Sweep found{all.step, all.there.size(), {}, {}};
   for (const Profile& one : all.profiles) {
     if (const auto sigma_rel = sigma_rel_of(one.back())) found.tracked.push_back(*sigma_rel);

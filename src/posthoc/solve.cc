@@ -12,8 +12,12 @@
 
 #include <Eigen/Eigenvalues>
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <future>
 #include <limits>
+#include <thread>
+#include <utility>
 
 #include "base/errors.h"
 
@@ -24,6 +28,25 @@ using Matrix = Eigen::Matrix<long double, Eigen::Dynamic, Eigen::Dynamic>;
 using Vector = Eigen::Matrix<long double, Eigen::Dynamic, 1>;
 
 constexpr long double kVanishing = 64 * std::numeric_limits<long double>::epsilon();
+
+using EigenSolver = Eigen::SelfAdjointEigenSolver<Matrix>;
+
+/// Takes n^3 steps, seconds for a thousand snapshots, and Eigen can't be interrupted: where `poll` throws meanwhile, a
+/// thread goes on with its own memory, and its result is discarded.
+std::shared_ptr<const EigenSolver> decomposed(Matrix gram, const Poll& poll) {
+  constexpr Eigen::Index kQuick = 150;
+  const auto solver = std::make_shared<EigenSolver>();
+  if (!poll || gram.rows() < kQuick) {
+    solver->compute(gram);
+    return solver;
+  }
+  std::packaged_task<void()> work([solver, gram = std::move(gram)] { solver->compute(gram); });
+  std::future<void> done = work.get_future();
+  std::thread(std::move(work)).detach();
+  while (done.wait_for(std::chrono::milliseconds(20)) != std::future_status::ready) poll();
+  done.get();
+  return solver;
+}
 
 }  // namespace
 
@@ -39,7 +62,8 @@ struct Solver::Impl {
   }
 };
 
-Solver::Solver(const Products& products, std::span<const double> roundoff) : impl_(std::make_unique<Impl>()) {
+Solver::Solver(const Products& products, std::span<const double> roundoff, const Poll& poll)
+    : impl_(std::make_unique<Impl>()) {
   const auto n = static_cast<Eigen::Index>(products.gram.size());
   impl_->scale.resize(n);
   impl_->roundoff.resize(n);
@@ -52,11 +76,11 @@ Solver::Solver(const Products& products, std::span<const double> roundoff) : imp
     for (Eigen::Index j = 0; j < n; ++j)
       gram(i, j) = products.gram[static_cast<size_t>(i)][static_cast<size_t>(j)] / (impl_->scale[i] * impl_->scale[j]);
   }
-  const Eigen::SelfAdjointEigenSolver<Matrix> solver(gram);
-  if (solver.info() != Eigen::Success)
+  const auto solver = decomposed(std::move(gram), poll);
+  if (solver->info() != Eigen::Success)
     base::fail(Code::kInternal, "the eigenvalues of {} snapshots' Gram matrix were not found", n);
-  impl_->directions = solver.eigenvectors();
-  impl_->eigenvalues = solver.eigenvalues();
+  impl_->directions = solver->eigenvectors();
+  impl_->eigenvalues = solver->eigenvalues();
 }
 
 Solver::~Solver() = default;

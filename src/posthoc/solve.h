@@ -13,7 +13,7 @@ namespace shardow::posthoc {
 /// them.
 class Solver {
  public:
-  Solver(const Products& products, std::span<const double> roundoff);
+  Solver(const Products& products, std::span<const double> roundoff, const Poll& poll = {});
   ~Solver();
 
   /// Coefficients by point; they sum to 1 but for rounding.

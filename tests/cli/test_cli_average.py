@@ -85,6 +85,8 @@ def test_steps_of_the_command_line(tmp_path: Path) -> None:
     assert "by index instead of steps" in told(*words, "--steps", "10,20,90")
     assert told_json(*words, "--steps", "10,20,30")["inputs"][0]["step"] == 10
     assert run(*words, "--steps", "10,20").returncode == 2
+    negative = run("average", *inputs, "-o", tmp_path / "out", "--steps=-5,7,9")
+    assert (negative.returncode, "steps are 0 to 2^53" in negative.stderr) == (2, True)
 
 
 def test_wrong_calls(tmp_path: Path, inputs: list[Path]) -> None:

@@ -52,11 +52,14 @@ def test_every_dtype_that_there_is_goes_through(tmp_path: Path) -> None:
     told("verify", tmp_path / "b.safetensors")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_floating_tensors_are_cast_as_torch_casts_them(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("spelled", "dtype"),
+    [(name, name) for name in ("bfloat16", "float16", "float64")] + [("BF16", "bfloat16"), ("fp16", "float16")],
+)
+def test_floating_tensors_are_cast_as_torch_casts_them(tmp_path: Path, spelled: str, dtype: str) -> None:
     values = {"w": torch.randn(300_000), "i": torch.arange(5)}
     save_file(values, tmp_path / "a.safetensors")
-    told("convert", tmp_path / "a.safetensors", "-o", tmp_path / "b.safetensors", "--dtype", dtype)
+    told("convert", tmp_path / "a.safetensors", "-o", tmp_path / "b.safetensors", "--dtype", spelled)
     back = load_file(tmp_path / "b.safetensors")
     assert torch.equal(back["w"], values["w"].to(getattr(torch, dtype)))
     assert torch.equal(back["i"], values["i"])

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import COMMAND, ROOT, told
+from command import COMMAND, ROOT, run, told
 
 VERBS = re.findall(r"^  ([a-z]+)  ", told("--help").split("Verbs:")[1].split("\n\n")[0], re.MULTILINE)
 
@@ -94,3 +94,9 @@ def test_the_man_page_is_troff(pages: Path) -> None:
     assert done.stderr == ""
     assert "EXIT STATUS" in done.stdout
     assert "--max-shard-size SIZE" in done.stdout
+
+
+def test_help_takes_a_verb() -> None:
+    assert run("help", "inspect").stdout == run("inspect", "--help").stdout
+    assert run("help").stdout == run("--help").stdout
+    assert "there is no verb 'nothing'" in run("help", "nothing").stderr

@@ -50,6 +50,14 @@ def test_it_is_what_python_makes(snapshots: Path, tmp_path: Path, step: int | No
     )
 
 
+def test_without_an_output_the_plan_is_shown(snapshots: Path, tmp_path: Path) -> None:
+    plan = shardow.posthoc.plan(snapshots, sigma_rel=0.15)
+    assert run("posthoc", snapshots, "--sigma-rel", "0.15", cwd=tmp_path).stdout == str(plan)
+    report = told_json("posthoc", snapshots, "--sigma-rel", "0.15")
+    assert (report["residual"], report["files"]) == (plan.residual, [])
+    assert not list(tmp_path.iterdir())
+
+
 def test_threads_change_nothing(snapshots: Path, tmp_path: Path) -> None:
     for threads in (1, 4):
         told(
@@ -71,7 +79,7 @@ def test_a_sweep_is_a_picture_and_writes_nothing_else(snapshots: Path, tmp_path:
 def test_wrong_calls(snapshots: Path, tmp_path: Path) -> None:
     for words, status, message in (
         ([snapshots], 2, "--sweep"),
-        ([snapshots, "--sigma-rel", "0.1"], 2, "-o"),
+        ([snapshots, "--step", "70"], 2, "--sigma-rel"),
         ([snapshots, "--sigma-rel", "0.1", "-o", "-"], 2, "give ./-"),
         ([snapshots, "--sigma-rel", "0.9", "-o", tmp_path / "o.safetensors"], 2, "0.28"),
         ([snapshots, "--sigma-rel", "0.1", "--sweep", tmp_path / "x.svg"], 2, "excludes"),
@@ -94,10 +102,16 @@ def test_wrong_calls(snapshots: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def states(folder: Path) -> dict[Path, tuple[int, ...]]:
+    """Returns what a change of a file or directory shows; reading one changes its time of access alone."""
+    stats = {path: path.stat() for path in folder.rglob("*")}
+    return {path: (stat.st_ino, stat.st_mode, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+
+
 def test_a_snapshot_stays_one(snapshots: Path, tmp_path: Path) -> None:
     """What would be written in its place is refused, whatever its directory is called."""
     (tmp_path / "link").symlink_to(snapshots / "snapshot-000000050")
-    before = {path: path.stat() for path in snapshots.rglob("*")}
+    before = states(snapshots)
     at = snapshots / "snapshot-000000050"
     for out in (
         at,
@@ -111,7 +125,7 @@ def test_a_snapshot_stays_one(snapshots: Path, tmp_path: Path) -> None:
         assert f"{at} would be no snapshot any more; write elsewhere: {snapshots}/average.safetensors" in done.stderr
         with pytest.raises(ValueError, match="would be no snapshot any more"):
             shardow.posthoc.synthesize(snapshots, sigma_rel=0.15, out=str(out))
-    assert before == {path: path.stat() for path in snapshots.rglob("*")}
+    assert before == states(snapshots)
     told("posthoc", snapshots, "--sigma-rel", "0.15", "-o", at / "average.safetensors")  # beside a snapshot's files
     (at / "average.safetensors").unlink()
     assert shardow.posthoc.plan(snapshots, sigma_rel=0.15).snapshots == 24

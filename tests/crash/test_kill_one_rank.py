@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from versions import FILE_BYTES, OTHERS, version_at
+from versions import FILE_BYTES, OTHERS, strays, version_at
 from zygote import Outcome, Save, Zygote
 
 ALL = bool(os.environ.get("SHARDOW_ALL"))
@@ -98,6 +98,7 @@ class Place:
         assert [one.said for one in outcomes] == ["saved"] * WORLD, outcomes
         assert version_at(self.path) == self._version
         assert self._beside() == []
+        assert self.path.is_file() or strays(self.path) == []
         return outcomes
 
     def save_and_kill(self, kill: Kill) -> Round:
@@ -195,7 +196,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_what_publishes_a_checkpoint_is_among_the_steps(ranks: Ranks, folder: Path) -> None:
-    for form, in_place in [("file", "rename model.safetensors"), ("directory", "renameat2 model")]:
+    for form, in_place in [("file", "rename model.safetensors"), ("directory", "rename model.safetensors.index.json")]:
         calls = [one.calls for one in Place(ranks, folder / form, form).save()]
         assert in_place in calls[0]
         for kind in ("send", "open", "pwrite", "fsync", "close"):

@@ -22,6 +22,7 @@ TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
     "bias": ((4,), torch.int64, 0),
 }
 FILE_BYTES = 6000  # of a file in a directory: the tensors take several
+INDEX = "model.safetensors.index.json"
 OTHERS = {"config.json": b'{"layers": 2}', "vocabulary/words.txt": b"a b c"}  # of a directory, not ours
 
 
@@ -40,11 +41,24 @@ def on_this_rank(version: int) -> dict[str, torch.Tensor]:
     }
 
 
+def listed(path: Path) -> list[Path]:
+    """Returns the files that a directory's index names, or the only one."""
+    if not (path / INDEX).exists():
+        return [path / "model.safetensors"]
+    return sorted({path / name for name in json.loads((path / INDEX).read_text())["weight_map"].values()})
+
+
+def strays(path: Path) -> list[str]:
+    """Returns the names in a directory that are neither the checkpoint's nor others'."""
+    known = {INDEX, *(file.name for file in listed(path)), *(name.split("/")[0] for name in OTHERS)}
+    return sorted({entry.name for entry in path.iterdir()} - known)
+
+
 def version_at(path: Path) -> int:
     """Of the checkpoint, after looking at every value, through safetensors and through ours, and at the files that are
     not ours.
     """
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else listed(path)
     found: set[str] = set()
     theirs: dict[str, torch.Tensor] = {}
     for file in files:
@@ -62,8 +76,6 @@ def version_at(path: Path) -> int:
         assert not wrong, f"{path}: {wrong} are not of version {version}"
     if path.is_dir():
         assert len(files) > 1
-        index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
-        assert index.keys() == TENSORS.keys()
-        assert set(index.values()) == {file.name for file in files}
+        assert json.loads((path / INDEX).read_text())["weight_map"].keys() == TENSORS.keys()
         assert {name: (path / name).read_bytes() for name in OTHERS} == OTHERS
     return version

@@ -3,35 +3,86 @@
 // seed.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <mutex>
 #include <random>
 #include <utility>
 #include <vector>
 
 #include "base/turns.h"
+#include "fake.h"
 
 namespace shardow::fake {
 
 /// While it lives, threads take turns. The thread that makes it has the first one; workers are made and end meanwhile.
 class DrawnTurns final : public base::Turns {
  public:
-  explicit DrawnTurns(uint64_t seed);
-  ~DrawnTurns() override;
+  explicit DrawnTurns(uint64_t seed)
+      : random_(seed), stays_(1 + static_cast<unsigned>(random_() % 8)), present_{{nullptr, 0}} {
+    mine = 0;
+    base::turns = this;
+    between = [this] { pass(); };
+  }
+  ~DrawnTurns() override {
+    base::turns = nullptr;
+    between = nullptr;
+  }
   DrawnTurns(const DrawnTurns&) = delete;
   DrawnTurns& operator=(const DrawnTurns&) = delete;
 
-  void add(const void* who) override;
-  void begin(const void* who) override;
-  void end() override;
-  void await(const std::function<bool()>& done) override;
+  void add(const void* who) override {
+    const Lock lock(mutex_);
+    present_.emplace_back(who, next_++);
+    changed_.notify_all();
+  }
+  void begin(const void* who) override {
+    Lock lock(mutex_);
+    changed_.wait(lock, [&] {
+      const auto found =
+          std::find_if(present_.begin(), present_.end(), [&](const auto& one) { return one.first == who; });
+      return found != present_.end() && (mine = found->second) == turn_;
+    });
+  }
+  void end() override {
+    const Lock lock(mutex_);
+    std::erase_if(present_, [](const auto& one) { return one.second == mine; });
+    turn_ = present_[random_() % present_.size()].second;
+    changed_.notify_all();
+  }
+  void await(const std::function<bool()>& done) override {
+    while (!done()) {
+      Lock lock(mutex_);
+      if (present_.size() == 1) {
+        std::fprintf(stderr, "a thread waits for another one, and there is none\n");
+        std::abort();
+      }
+      give(lock, true);
+    }
+  }
 
  private:
+  static inline thread_local int mine = 0;
+
   using Lock = std::unique_lock<std::mutex>;
 
-  void pass();
-  void give(Lock& lock, bool others_only);
+  void pass() {
+    Lock lock(mutex_);
+    if (present_.size() > 1 && random_() % stays_ == 0) give(lock, false);
+  }
+  /// Returns when this thread has the turn again.
+  void give(Lock& lock, bool others_only) {
+    const int me = mine;
+    do {
+      turn_ = present_[random_() % present_.size()].second;
+    } while (others_only && turn_ == me);
+    if (turn_ == me) return;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return turn_ == me; });
+  }
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -6,14 +6,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "emulation.h"
 #include "kernels/cuda_work.h"
+#include "variables.h"
 #include "world.h"
 
 namespace shardow::fake {
@@ -23,19 +24,20 @@ namespace {
 thread_local std::vector<int> contexts_of_thread;
 thread_local int mode_of_thread = kGlobal;
 
-int number_from(const char* variable, int otherwise) {
-  const char* const text = std::getenv(variable);
-  return text != nullptr ? std::atoi(text) : otherwise;
-}
+thread_local int depth = 0;
 
 /// Begins most functions.
-std::unique_lock<std::mutex> called_with_context(const char* function) {
-  if (contexts_of_thread.empty()) {
-    std::fprintf(stderr, "%s without a current context\n", function);
-    std::abort();
+struct Entered : std::unique_lock<std::mutex> {
+  explicit Entered(const char* function) {
+    ++depth;
+    if (contexts_of_thread.empty()) {
+      std::fprintf(stderr, "%s without a current context\n", function);
+      std::abort();
+    }
+    std::unique_lock<std::mutex>::operator=(called());
   }
-  return called();
-}
+  ~Entered() { --depth; }
+};
 
 Result lose(Capture& capture, Result result) {
   capture.invalid = true;
@@ -71,22 +73,29 @@ Result implicit(void* stream) {
   return kSuccess;
 }
 
+/// A block's; 0: the address lies in none.
+uint64_t number_of(const void* address) {
+  const Block* const block = world().memory.find(address);
+  return block != nullptr ? block->number : 0;
+}
+
+bool pinned(const void* address) {
+  const Block* const block = world().memory.find(address);
+  return block != nullptr && block->pinned;
+}
+
 /// Into the stream, or into the graph that it is captured into. `touched`: addresses that the work is given.
-Result enqueue(void* stream, Work work, const std::vector<const void*>& touched, MarkPtr* mark = nullptr) {
+Result enqueue(void* stream, Work work, const std::vector<const void*>& touched) {
   if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
   if (const Result result = implicit(stream)) return result;
+  for (const void* address : touched) work.blocks.push_back(number_of(address));
   const auto entry = world().captures.find(stream);
   if (entry == world().captures.end()) {
-    const MarkPtr end = world().streams.add(current_device(), stream, std::move(work));
-    if (mark != nullptr) *mark = end;
+    world().streams.add(current_device(), stream, std::move(work));
     return state();
   }
   if (entry->second->invalid) return kCaptureInvalidated;
-  Graph& graph = entry->second->graph;
-  graph.nodes.push_back(std::move(work));
-  for (const void* address : touched) {
-    if (const uint64_t block = world().memory.block_of(address)) graph.blocks.insert(block);
-  }
+  entry->second->graph.push_back(std::move(work));
   return kSuccess;
 }
 
@@ -112,11 +121,14 @@ Result wait_for(std::unique_lock<std::mutex>& lock, const std::vector<MarkPtr>& 
   return state();
 }
 
-/// Waits for all that the devices have to do, as CUDA's functions do.
-Result release(std::unique_lock<std::mutex>& lock, const char* what, void* memory) {
-  world().note(what, nullptr, memory);
+/// Aborts where work is under way that was given the memory: CUDA's functions wait for the device, mostly.
+Result release(const char* what, void* memory) {
+  world().note(what);
   if (const Result result = outside_of_captures()) return result;
-  static_cast<void>(wait_for(lock, world().streams.all(std::nullopt)));
+  if (const uint64_t number = number_of(memory); state() == kSuccess && world().streams.uses(number)) {
+    std::fprintf(stderr, "memory is freed that work under way was given\n");
+    std::abort();
+  }
   return world().memory.give(memory) ? kSuccess : kInvalidValue;
 }
 
@@ -131,15 +143,15 @@ bool copy_fails() {
 /// In pieces, which a kernel of another stream may come between.
 Result copy(void* to, const void* from, size_t bytes, void* stream) {
   World& all = world();
-  all.note("copy", stream, to);
+  all.note("copy", stream);
   if (const Result result = state()) return result;
   if (copy_fails()) return kInvalidValue;
   for (const void* begin : {static_cast<const void*>(to), from}) {
     const void* const last = static_cast<const std::byte*>(begin) + (bytes > 0 ? bytes - 1 : 0);
-    if (all.memory.block_of(begin) != all.memory.block_of(last)) return kInvalidValue;
+    if (number_of(begin) != number_of(last)) return kInvalidValue;
   }
-  if (all.memory.pinned(to)) all.copied.to_host += static_cast<int64_t>(bytes);
-  if (all.memory.pinned(from)) all.copied.to_device += static_cast<int64_t>(bytes);
+  if (pinned(to)) all.copied_to_host += static_cast<int64_t>(bytes);
+  if (pinned(from)) all.copied_to_device += static_cast<int64_t>(bytes);
   const size_t parts = bytes >= 64 ? 3 : 1;
   const auto part = [=](size_t number, Random*) {
     const size_t begin = bytes * number / parts, end = bytes * (number + 1) / parts;
@@ -159,17 +171,8 @@ std::vector<const void*> addresses_in(const Twin& twin, void** arguments) {
   return addresses;
 }
 
-void note_launch(const Kernel& kernel, void* stream, void** arguments) {
-  const bool update = kernel.name.rfind("update_kernel", 0) == 0;
-  world().note(update ? "update" : "launch", stream);
-  if (!update || !world().options.log) return;
-  Call& call = world().log.back();
-  call.step = *static_cast<const kernels::Step*>(arguments[1]);
-  call.subject = *static_cast<const void* const*>(arguments[2]);
-}
-
 Result launch(const Kernel& kernel, unsigned grid, unsigned block, void* stream, void** arguments) {
-  note_launch(kernel, stream, arguments);
+  world().note(kernel.name.rfind("update_kernel", 0) == 0 ? "update" : "launch", stream);
   if (const Result result = state()) return result;
   if (grid == 0 || block == 0 || block > 1024) return kInvalidValue;
   if (kernel.device != current_device() || !is_current(stream)) return kInvalidHandle;
@@ -193,39 +196,27 @@ std::string checked_image(const void* image) {
   return {static_cast<const char*>(image), header.e_shoff + size_t{header.e_shnum} * header.e_shentsize};
 }
 
-std::mutex graphs_mutex;
-std::vector<std::unique_ptr<Graph>>& graphs() {
-  static auto& made = *new std::vector<std::unique_ptr<Graph>>;  // until they are destroyed, or the process ends
-  return made;
-}
-Graph* keep_graph(const Graph& graph) {
-  const auto lock = std::lock_guard(graphs_mutex);
-  return graphs().emplace_back(new Graph(graph)).get();
-}
+struct Text {
+  int result;
+  const char *name, *text;
+};
+constexpr Text kTexts[] = {{kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+                           {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+                           {kInvalidValue, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+                           {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+                           {kNoDevice, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+                           {0, "CUDA_ERROR_UNKNOWN", "an error"}};
 
-const char* name_of(int result) {
-  switch (result) {
-    case kOutOfMemory: return "CUDA_ERROR_OUT_OF_MEMORY";
-    case kIllegalAddress: return "CUDA_ERROR_ILLEGAL_ADDRESS";
-    case kInvalidValue: return "CUDA_ERROR_INVALID_VALUE";
-    case kInvalidHandle: return "CUDA_ERROR_INVALID_HANDLE";
-    case kNoDevice: return "CUDA_ERROR_NO_DEVICE";
-    default: return "CUDA_ERROR_UNKNOWN";
-  }
-}
-
-const char* text_of(int result) {
-  switch (result) {
-    case kOutOfMemory: return "out of memory";
-    case kIllegalAddress: return "an illegal memory access was encountered";
-    case kInvalidValue: return "invalid argument";
-    case kInvalidHandle: return "invalid resource handle";
-    case kNoDevice: return "no CUDA-capable device is detected";
-    default: return "an error";
-  }
+const Text& text_of(int result) {
+  return *std::find_if(std::begin(kTexts), std::end(kTexts) - 1,
+                       [&](const Text& text) { return text.result == result; });
 }
 
 }  // namespace
+
+bool inside() {
+  return depth > 0;
+}
 
 int current_device() {
   return contexts_of_thread.empty() ? -1 : contexts_of_thread.back();
@@ -246,11 +237,11 @@ int cuDriverGetVersion(int* version) {
   return kSuccess;
 }
 int cuGetErrorName(int result, const char** name) {
-  *name = name_of(result);
+  *name = text_of(result).name;
   return kSuccess;
 }
 int cuGetErrorString(int result, const char** text) {
-  *text = text_of(result);
+  *text = text_of(result).text;
   return kSuccess;
 }
 int cuGetExportTable(const void** table, const void*) {  // NVRTC asks for it
@@ -290,7 +281,7 @@ int cuCtxPopCurrent_v2(void**) {
   return kSuccess;
 }
 int cuCtxSynchronize() {
-  auto lock = called_with_context("cuCtxSynchronize");
+  Entered lock("cuCtxSynchronize");
   world().note("host waits for device");
   for (const auto& [stream, capture] : world().captures) {
     if (world().streams.kind_of(stream)->device == current_device()) return lose(*capture, kCaptureUnsupported);
@@ -300,41 +291,42 @@ int cuCtxSynchronize() {
 }
 
 int cuMemAlloc_v2(void** memory, size_t bytes) {
-  const auto lock = called_with_context("cuMemAlloc");
+  const Entered lock("cuMemAlloc");
   return allocate("malloc", memory, bytes, false);
 }
 int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
-  const auto lock = called_with_context("cuMemHostAlloc");
+  const Entered lock("cuMemHostAlloc");
   return allocate("pin", memory, bytes, true);
 }
 int cuMemFree_v2(void* memory) {
-  auto lock = called_with_context("cuMemFree");
-  return release(lock, "free", memory);
+  const Entered lock("cuMemFree");
+  return release("free", memory);
 }
 int cuMemFreeHost(void* memory) {
-  auto lock = called_with_context("cuMemFreeHost");
-  return release(lock, "unpin", memory);
+  const Entered lock("cuMemFreeHost");
+  return release("unpin", memory);
 }
 int cuMemGetAddressRange_v2(const void** begin, size_t* bytes, const void* memory) {
-  const auto lock = called_with_context("cuMemGetAddressRange");
-  const auto range = world().memory.range_of(memory);
-  if (!range) return kNotFound;
-  std::tie(*begin, *bytes) = *range;
+  const Entered lock("cuMemGetAddressRange");
+  const Block* const block = world().memory.find(memory);
+  if (block == nullptr) return kNotFound;
+  *begin = block->begin;
+  *bytes = block->bytes;
   return kSuccess;
 }
 int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
-  const auto lock = called_with_context("cuMemcpyAsync");
+  const Entered lock("cuMemcpyAsync");
   return copy(to, from, bytes, stream);
 }
 int cuMemsetD8Async(void* memory, unsigned char value, size_t bytes, void* stream) {
-  const auto lock = called_with_context("cuMemsetD8Async");
-  world().note("set", stream, memory);
+  const Entered lock("cuMemsetD8Async");
+  world().note("set", stream);
   if (const Result result = state()) return result;
   return enqueue(stream, on_device({1, [=](size_t, Random*) { std::memset(memory, value, bytes); }}), {memory});
 }
 
 int cuStreamCreate(void** stream, unsigned flags) {
-  const auto lock = called_with_context("cuStreamCreate");
+  const Entered lock("cuStreamCreate");
   if (const Result result = state()) return result;
   const bool blocking = (flags & 1) == 0;
   *stream = world().streams.make(current_device(), blocking);
@@ -342,26 +334,26 @@ int cuStreamCreate(void** stream, unsigned flags) {
   return kSuccess;
 }
 int cuStreamDestroy_v2(void* stream) {
-  const auto lock = called_with_context("cuStreamDestroy");
+  const Entered lock("cuStreamDestroy");
   world().note("end of stream", stream);
   return world().streams.retire(stream) ? kSuccess : kInvalidHandle;
 }
 int cuStreamSynchronize(void* stream) {
-  auto lock = called_with_context("cuStreamSynchronize");
+  Entered lock("cuStreamSynchronize");
   world().note("host waits", stream);
   if (const Result result = outside_of_capture_of(stream)) return result;
   return wait_for(lock, {world().streams.last(current_device(), stream)});
 }
 int cuStreamQuery(void* stream) {
-  const auto lock = called_with_context("cuStreamQuery");
+  const Entered lock("cuStreamQuery");
   if (const Result result = outside_of_capture_of(stream)) return result;
   const MarkPtr mark = world().streams.last(current_device(), stream);
   return mark == nullptr || mark->done ? state() : kNotReady;
 }
 int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
-  const auto lock = called_with_context("cuStreamWaitEvent");
+  const Entered lock("cuStreamWaitEvent");
   World& all = world();
-  all.note("stream waits", stream, event);
+  all.note("stream waits", stream);
   if (const Result result = state()) return result;
   if (!all.events.count(event) || (stream != nullptr && !all.streams.kind_of(stream))) return kInvalidHandle;
   const auto entry = all.captures.find(stream);
@@ -380,7 +372,7 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 }
 
 int cuEventCreate(Event** event, unsigned flags) {
-  const auto lock = called_with_context("cuEventCreate");
+  const Entered lock("cuEventCreate");
   world().note((flags & 1) != 0 ? "event that sleeps" : "event that spins");
   if (const Result result = state()) return result;
   *event = new Event{nullptr, current_device(), nullptr};
@@ -388,15 +380,15 @@ int cuEventCreate(Event** event, unsigned flags) {
   return kSuccess;
 }
 int cuEventDestroy_v2(Event* event) {
-  const auto lock = called_with_context("cuEventDestroy");
-  world().note("end of event", nullptr, event);
+  const Entered lock("cuEventDestroy");
+  world().note("end of event");
   if (world().events.erase(event) == 0) return kInvalidHandle;
   delete event;
   return kSuccess;
 }
 int cuEventRecord(Event* event, void* stream) {
-  const auto lock = called_with_context("cuEventRecord");
-  world().note("record", stream, event);
+  const Entered lock("cuEventRecord");
+  world().note("record", stream);
   if (const Result result = state()) return result;
   if (!world().events.count(event) || event->device != current_device() || !is_current(stream)) return kInvalidHandle;
   if (const Result result = implicit(stream)) return result;
@@ -406,8 +398,8 @@ int cuEventRecord(Event* event, void* stream) {
   return kSuccess;
 }
 int cuEventSynchronize(Event* event) {
-  auto lock = called_with_context("cuEventSynchronize");
-  world().note("host waits", nullptr, event);
+  Entered lock("cuEventSynchronize");
+  world().note("host waits");
   if (!world().events.count(event)) return kInvalidHandle;
   if (event->captured != nullptr) return lose(*event->captured, kCapturedEvent);
   if (const Result result = outside_of_captures()) return result;
@@ -415,51 +407,55 @@ int cuEventSynchronize(Event* event) {
 }
 
 int cuStreamIsCapturing(void* stream, int* status) {
-  const auto lock = called_with_context("cuStreamIsCapturing");
+  const Entered lock("cuStreamIsCapturing");
+  if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
   if (const Result result = implicit(stream)) return result;
   const auto entry = world().captures.find(stream);
   *status = entry == world().captures.end() ? 0 : entry->second->invalid ? 2 : 1;
   return kSuccess;
 }
 int cuStreamBeginCapture_v2(void* stream, int mode) {
-  const auto lock = called_with_context("cuStreamBeginCapture");
-  if (stream == nullptr || capturing(stream)) return kCaptureUnsupported;
+  const Entered lock("cuStreamBeginCapture");
+  if (stream == nullptr || world().captures.count(stream) > 0) return kCaptureUnsupported;
   world().captures[stream] =
       std::make_shared<Capture>(Capture{{}, stream, static_cast<CaptureMode>(mode), std::this_thread::get_id(), false});
   return kSuccess;
 }
 int cuStreamEndCapture(void* stream, Graph** graph) {
-  const auto lock = called_with_context("cuStreamEndCapture");
+  const Entered lock("cuStreamEndCapture");
   const auto entry = world().captures.find(stream);
   if (entry == world().captures.end() || entry->second->origin != stream) return kCaptureUnmatched;
   const std::shared_ptr<Capture> capture = entry->second;
   if (capture->mode != kRelaxed && capture->thread != std::this_thread::get_id()) return kCaptureWrongThread;
   std::erase_if(world().captures, [&](const auto& other) { return other.second == capture; });
-  *graph = capture->invalid ? nullptr : keep_graph(capture->graph);
+  *graph = capture->invalid ? nullptr : &world().graphs.emplace_back(capture->graph);
   return capture->invalid ? kCaptureInvalidated : kSuccess;
 }
 int cuGraphGetNodes(Graph* graph, void**, size_t* count) {
-  *count = graph->nodes.size();
+  *count = graph->size();
   return kSuccess;
 }
 int cuGraphInstantiateWithFlags(Graph** replay, Graph* graph, unsigned long long) {
-  *replay = keep_graph(*graph);
+  const auto lock = locked();
+  *replay = &world().graphs.emplace_back(*graph);
   return kSuccess;
 }
 int cuGraphLaunch(Graph* replay, void* stream) {
-  const auto lock = called_with_context("cuGraphLaunch");
+  const Entered lock("cuGraphLaunch");
   world().note("replay", stream);
-  for (const uint64_t block : replay->blocks) {
-    if (!world().memory.has(block)) return kIllegalAddress;  // a device may notice, or not
+  for (const Work& node : *replay) {
+    for (const uint64_t block : node.blocks) {
+      if (block != 0 && !world().memory.has(block)) return kIllegalAddress;  // a device may notice, or not
+    }
   }
-  for (const Work& node : replay->nodes) {
+  for (const Work& node : *replay) {
     if (const Result result = enqueue(stream, node, {})) return result;
   }
   return state();
 }
 int cuGraphDestroy(Graph* graph) {
-  const auto lock = std::lock_guard(graphs_mutex);
-  std::erase_if(graphs(), [&](const auto& kept) { return kept.get() == graph; });
+  const auto lock = locked();
+  world().graphs.remove_if([&](const Graph& kept) { return &kept == graph; });
   return kSuccess;
 }
 int cuGraphExecDestroy(Graph* replay) {
@@ -467,24 +463,22 @@ int cuGraphExecDestroy(Graph* replay) {
 }
 
 int cuModuleLoadData(Module** module, const void* image) {
-  const auto lock = called_with_context("cuModuleLoadData");
+  const Entered lock("cuModuleLoadData");
   world().note("load");  // may wait for what the device does
   if (const Result result = outside_of_captures()) return result;
-  static auto& loaded = *new std::vector<std::unique_ptr<Module>>;  // until the process ends: nothing unloads them
-  loaded.emplace_back(new Module{checked_image(image), current_device()});
-  *module = loaded.back().get();
+  *module = &world().modules.emplace_back(Module{checked_image(image), current_device()});
   return (*module)->image.empty() ? kInvalidImage : kSuccess;
 }
 int cuModuleGetFunction(Kernel** function, Module* module, const char* name) {
-  const auto lock = called_with_context("cuModuleGetFunction");
+  const Entered lock("cuModuleGetFunction");
   const Twin* const twin = twin_of(name);
   if (twin == nullptr || module->image.find(name) == std::string::npos) return kNotFound;
-  *function = new Kernel{plain_name(name), twin, module->device};
+  *function = &world().kernels.emplace_back(Kernel{plain_name(name), twin, module->device});
   return kSuccess;
 }
 int cuLaunchKernel(Kernel* kernel, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned,
                    void* stream, void** arguments, void**) {
-  const auto lock = called_with_context("cuLaunchKernel");
+  const Entered lock("cuLaunchKernel");
   return launch(*kernel, grid, block, stream, arguments);
 }
 }

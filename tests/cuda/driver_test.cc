@@ -8,48 +8,33 @@
 #include <vector>
 
 #include "emulation.h"
-#include "fake.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
 #include "kernels/cuda_driver.h"
+#include "kernels/cuda_kernels.h"
+#include "world.h"
 
 namespace shardow {
 namespace {
 
 using kernels::cuda::DeviceGuard;
 using kernels::cuda::driver;
-using kernels::cuda::Event;
+using kernels::testing::Current;
 using kernels::testing::graph_calls;
 
-enum Refusal {
-  kInvalidValue = 1,
-  kInvalidHandle = 400,
-  kIllegalAddress = 700,
-  kUnsupported = 900,
-  kInvalidated = 901,
-  kUnmatched = 903,
-  kIsolation = 905,
-  kImplicit = 906,
-  kCaptured = 907,
-};
+using namespace fake;  // its results
 
 /// A number in device memory, which streams write. Calls are those of a user, whose thread has device 0 current.
 class FakeDevice : public ::testing::Test {
  protected:
   static constexpr int kSeeds = 50;
 
-  void SetUp() override { driver().push_context(kernels::cuda::used_device(0).context); }
-  void TearDown() override {
-    void* context = nullptr;
-    driver().pop_context(&context);
-  }
-
   void start(std::optional<uint64_t> seed, bool guard = false) {
     fake::reset({.num_devices = 2, .seed = seed, .guard = guard});
     number_ = static_cast<int*>(kernels::cuda::allocate(4, 0));
     pinned_ = static_cast<int*>(kernels::cuda::pin(4, 0));
     driver().set(number_, 0, 4, nullptr);
-    graph_calls().synchronize_context();
+    driver().synchronize_context();
     *pinned_ = -1;
   }
   static void* stream(int number) { return fake::stream(0, number); }
@@ -58,42 +43,27 @@ class FakeDevice : public ::testing::Test {
   }
   int copy(void* on) const { return driver().copy.status(pinned_, number_, 4, on); }
 
+  Current current_{0};
   int* number_ = nullptr;
   int* pinned_ = nullptr;
 };
 
-TEST_F(FakeDevice, IsLateUntilTheHostWaits) {
-  int late = 0;
-  for (int seed = 0; seed < kSeeds; ++seed) {
+TEST_F(FakeDevice, IsLateAndInAnyOrderThatWaitsAllow) {
+  int late = 0, after = 0;
+  for (int seed = 0; seed < 4 * kSeeds; ++seed) {
     start(static_cast<uint64_t>(seed));
     write(7, stream(1));
     ASSERT_EQ(copy(stream(1)), 0);
     late += *pinned_ == -1 ? 1 : 0;
     driver().synchronize(stream(1));
     ASSERT_EQ(*pinned_, 7);
-  }
-  EXPECT_GE(late, kSeeds / 2);
-}
-
-TEST_F(FakeDevice, ReordersStreamsThatDoNotWaitForEachOther) {
-  int after = 0;
-  for (int seed = 0; seed < 4 * kSeeds; ++seed) {
-    start(static_cast<uint64_t>(seed));
     write(1, stream(1));
     write(2, stream(2));
-    graph_calls().synchronize_context();
+    driver().synchronize_context();
     ASSERT_EQ(copy(stream(1)), 0);
     driver().synchronize(stream(1));
     after += *pinned_ == 2 ? 1 : 0;
-  }
-  EXPECT_GT(after, kSeeds / 2);
-  EXPECT_LT(after, 4 * kSeeds - kSeeds / 2);
-}
-
-TEST_F(FakeDevice, AStreamWaitsForAnEvent) {
-  for (int seed = 0; seed < 4 * kSeeds; ++seed) {
-    start(static_cast<uint64_t>(seed));
-    Event event;
+    kernels::cuda::Event event;
     write(1, stream(1));
     event.record(stream(1));
     event.wait_on(stream(2));
@@ -102,107 +72,97 @@ TEST_F(FakeDevice, AStreamWaitsForAnEvent) {
     driver().synchronize(stream(2));
     ASSERT_EQ(*pinned_, 2) << seed;
   }
-}
-
-TEST_F(FakeDevice, RunsOneStreamAndWhatThatWaitsFor) {
-  start(1);
-  write(1, stream(1));
-  write(2, stream(2));
-  fake::run(0, stream(2));
-  EXPECT_EQ(*number_, 2);
-  EXPECT_EQ(fake::pending(), 1u);
-  fake::synchronize();
-  EXPECT_EQ(*number_, 1);
+  EXPECT_GE(late, 2 * kSeeds);
+  EXPECT_GT(after, kSeeds / 2);
+  EXPECT_LT(after, 4 * kSeeds - kSeeds / 2);
 }
 
 TEST_F(FakeDevice, RefusesCopiesAndFailsForGoodWhenTold) {
   start(1);
+  EXPECT_EQ(kernels::cuda::rest_of_allocation(number_, 0), 4u);
+  EXPECT_EQ(kernels::cuda::rest_of_allocation(this, 0), 0u) << "not the device's";
+  EXPECT_EQ(driver().copy.status(pinned_, number_, 5, stream(1)), kInvalidValue) << "beyond its allocation";
   fake::fail_copy(1, 2);
-  EXPECT_EQ(copy(stream(1)), 0);
-  EXPECT_EQ(copy(stream(1)), kInvalidValue);
-  EXPECT_EQ(copy(stream(1)), kInvalidValue);
-  EXPECT_EQ(copy(stream(1)), 0);
-  fake::break_after(1);
+  for (const int status : {0, int{kInvalidValue}, int{kInvalidValue}, 0}) EXPECT_EQ(copy(stream(1)), status);
+  fake::world().streams.until_broken = 1;
   static_cast<void>(copy(stream(1)));
   EXPECT_EQ(driver().synchronize.status(stream(1)), kIllegalAddress);
   EXPECT_EQ(copy(stream(1)), kIllegalAddress);
-}
-
-TEST_F(FakeDevice, ACopyStaysWithinOneAllocation) {
-  start(std::nullopt);
-  EXPECT_EQ(kernels::cuda::rest_of_allocation(number_, 0), 4u);
-  EXPECT_EQ(kernels::cuda::rest_of_allocation(this, 0), 0u) << "not the device's";
-  EXPECT_EQ(driver().copy.status(pinned_, number_, 5, stream(1)), kInvalidValue);
 }
 
 TEST_F(FakeDevice, RefusesStreamsAndEventsThatAreGoneOrOfAnotherDevice) {
   start(std::nullopt);
   void* stream = nullptr;
   driver().create_stream(&stream, 1);
-  Event event, gone;
-  void* const handle = gone.get();
-  ASSERT_EQ(driver().destroy_event.status(handle), 0);
-  EXPECT_EQ(driver().record.status(handle, stream), kInvalidHandle);
-  EXPECT_EQ(driver().wait.status(handle), kInvalidHandle);
+  kernels::cuda::Event event, gone;
+  int captured = 0;
+  ASSERT_EQ(driver().destroy_event.status(gone.get()), 0);
+  EXPECT_EQ(driver().record.status(gone.get(), stream), kInvalidHandle);
+  EXPECT_EQ(driver().wait.status(gone.get()), kInvalidHandle);
   driver().destroy_stream(stream);
+  void* const kernel = kernels::cuda::load_kernels({"stale_kernel"}, 0)[0];
+  void* arguments[] = {&number_};
+  for (void* const other : {stream, fake::stream(1, 1)}) {
+    EXPECT_EQ(driver().record.status(event.get(), other), kInvalidHandle);
+    EXPECT_EQ(driver().launch.status(kernel, 1, 1, 1, 32, 1, 1, 0, other, arguments, nullptr), kInvalidHandle);
+  }
   EXPECT_EQ(copy(stream), kInvalidHandle);
-  EXPECT_EQ(driver().record.status(event.get(), stream), kInvalidHandle);
   EXPECT_EQ(driver().synchronize.status(stream), kInvalidHandle);
-  EXPECT_EQ(driver().record.status(event.get(), fake::stream(1, 1)), kInvalidHandle);
+  EXPECT_EQ(driver().is_capturing.status(stream, &captured), kInvalidHandle);
+}
+
+TEST_F(FakeDevice, SharedMemoryBeginsPoisonedInEachBlock) {
+  start(std::nullopt);
+  void* const kernel = kernels::cuda::load_kernels({"stale_kernel"}, 0)[0];
+  void* arguments[] = {&number_};
+  for (int i = 0; i < 2; ++i) {
+    driver().launch(kernel, 1, 1, 1, 32, 1, 1, 0, stream(1), arguments, nullptr);
+    EXPECT_EQ(static_cast<unsigned>(*number_), 0xa5a5a5a5u);
+  }
 }
 
 /// While a stream of this thread or another one is captured, by the capture's mode.
 class FakeCapture : public FakeDevice {
  protected:
-  void begin(int mode) {
+  using Outcome = std::pair<int, bool>;  // what a call says, and whether it cost the capture
+
+  Outcome outcome(int mode, bool elsewhere, const std::function<int()>& call) {
     start(std::nullopt);
     graph_calls().begin_capture(stream(1), mode);
-  }
-  bool lost() {
-    void* graph = nullptr;
-    const int status = graph_calls().end_capture.status(stream(1), &graph);
-    EXPECT_EQ(status, graph == nullptr ? kInvalidated : 0);
-    if (graph != nullptr) graph_calls().destroy(graph);
-    return graph == nullptr;
-  }
-  /// Returns what a call says, of this thread or of another one, and whether it cost the capture.
-  std::pair<int, bool> outcome(int mode, bool elsewhere, const std::function<int()>& call) {
-    begin(mode);
     int status = 0;
     const auto with_context = [&] {
-      driver().push_context(kernels::cuda::used_device(0).context);
+      const Current current(0);
       status = call();
-      void* context = nullptr;
-      driver().pop_context(&context);
     };
     elsewhere ? std::thread(with_context).join() : with_context();
-    return {status, lost()};
+    void* graph = nullptr;
+    const int end = graph_calls().end_capture.status(stream(1), &graph);
+    EXPECT_EQ(end, graph == nullptr ? kCaptureInvalidated : 0);
+    if (graph != nullptr) graph_calls().destroy(graph);
+    return {status, graph == nullptr};
   }
 };
 
-using kernels::testing::kGlobal;
-using kernels::testing::kRelaxed;
-using kernels::testing::kThreadLocal;
-
 TEST_F(FakeCapture, IsLostByWhatNoGraphRepeats) {
-  start(std::nullopt);
-  const std::pair<int, bool> refused{kUnsupported, true}, fine{0, false};
-  void* memory = nullptr;
+  const Outcome refused{kCaptureUnsupported, true}, fine{0, false};
+  void *memory = nullptr, *module = nullptr;
+  kernels::cuda::Event event;
   const std::vector<std::function<int()>> calls = {
       [&] { return driver().allocate.status(&memory, 16); },
       [&] { return driver().allocate_pinned.status(&memory, 16, 0); },
       [&] { return driver().synchronize.status(stream(2)); },
+      [&] { return driver().wait.status(event.get()); },
       [&] { return graph_calls().query_stream.status(stream(2)); },
+      [&] { return driver().load_module.status(&module, ".version"); },
       [&] { return driver().free.status(number_); },
       [&] { return driver().free_pinned.status(pinned_); },
   };
   for (const auto& call : calls) {
-    EXPECT_EQ(outcome(kGlobal, false, call), refused);
-    EXPECT_EQ(outcome(kGlobal, true, call), refused);
     EXPECT_EQ(outcome(kThreadLocal, false, call), refused);
     EXPECT_EQ(outcome(kThreadLocal, true, call), fine);
     EXPECT_EQ(outcome(kRelaxed, false, call), fine);
     for (const bool elsewhere : {false, true}) {
+      EXPECT_EQ(outcome(kGlobal, elsewhere, call), refused);
       const auto after_a_guard = [&] {
         static_cast<void>(DeviceGuard(0));
         return call();
@@ -218,35 +178,36 @@ TEST_F(FakeCapture, IsLostByWhatNoGraphRepeats) {
 }
 
 TEST_F(FakeCapture, IsLostInAnyModeByWhatConflictsWithIt) {
-  start(std::nullopt);
-  Event event;
-  for (const int mode : {kGlobal, kRelaxed}) {
-    EXPECT_EQ(outcome(mode, false, [&] { return driver().synchronize.status(stream(1)); }),
-              (std::pair<int, bool>{kUnsupported, true}));
-    EXPECT_EQ(outcome(mode, false, [&] { return graph_calls().synchronize_context.status(); }),
-              (std::pair<int, bool>{kUnsupported, true}));
-    const auto wait_for_captured = [&] {
-      event.record(stream(1));
-      return driver().wait.status(event.get());
-    };
-    EXPECT_EQ(outcome(mode, false, wait_for_captured), (std::pair<int, bool>{kCaptured, true}));
-    const auto wait_for_outside = [&] {
-      event.record(stream(2));
-      return driver().wait_for_event.status(stream(1), event.get(), 0);
-    };
-    EXPECT_EQ(outcome(mode, false, wait_for_outside), (std::pair<int, bool>{kIsolation, true}));
+  kernels::cuda::Event event;
+  const std::vector<std::pair<std::function<int()>, int>> rows = {
+      {[&] { return driver().synchronize.status(stream(1)); }, kCaptureUnsupported},
+      {[&] { return driver().synchronize_context.status(); }, kCaptureUnsupported},
+      {[&] {
+         event.record(stream(1));
+         return driver().wait.status(event.get());
+       },
+       kCapturedEvent},
+      {[&] {
+         event.record(stream(2));
+         return driver().wait_for_event.status(stream(1), event.get(), 0);
+       },
+       kCaptureIsolation},
+  };
+  for (const auto& [call, status] : rows) {
+    for (const int mode : {kGlobal, kRelaxed}) EXPECT_EQ(outcome(mode, false, call), Outcome(status, true));
   }
   void* blocking = nullptr;
   driver().create_stream(&blocking, 0);
   graph_calls().begin_capture(blocking, kRelaxed);
-  EXPECT_EQ(copy(nullptr), kImplicit);
+  EXPECT_EQ(copy(nullptr), kCaptureImplicit);
   int status = 0;
   driver().is_capturing(blocking, &status);
   EXPECT_EQ(status, 2);
 }
 
 TEST_F(FakeCapture, AGraphOfFreedMemoryIsNotReplayed) {
-  begin(kGlobal);
+  start(std::nullopt);
+  graph_calls().begin_capture(stream(1), kGlobal);
   ASSERT_EQ(copy(stream(1)), 0);
   void *graph = nullptr, *replay = nullptr;
   graph_calls().end_capture(stream(1), &graph);
@@ -258,25 +219,41 @@ TEST_F(FakeCapture, AGraphOfFreedMemoryIsNotReplayed) {
 
 using FakeDeviceDeathTest = FakeDevice;
 
-TEST_F(FakeDeviceDeathTest, MemoryOfADeviceIsOutOfTheHostsReach) {
-  start(1, true);
-  EXPECT_DEATH(*number_ = 1, "");
-}
-
-TEST_F(FakeDeviceDeathTest, ACallWithoutAContextAborts) {
-  start(1);
+TEST_F(FakeDeviceDeathTest, WhatWouldGoWrongOnADeviceAborts) {
+  start(std::nullopt);
   EXPECT_DEATH(std::thread([&] { static_cast<void>(copy(stream(1))); }).join(), "without a current context");
+  const auto* const misaligned = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(number_) + 4);
+  EXPECT_DEATH(fake::run_block(
+                   1, 64, 0, [&] { static_cast<void>(__ldcs(misaligned)); }, nullptr),
+               "a misaligned address");
+  EXPECT_DEATH(fake::run_block(
+                   1, 64, 0,
+                   [] {
+                     if (threadIdx.x % 2 == 0) __syncwarp();
+                   },
+                   nullptr),
+               "a lane has ended that others wait for");
+  EXPECT_DEATH(
+      {
+        fake::enqueue(0, stream(1), [to = reinterpret_cast<volatile char*>(number_)] { to[4] = 0; });
+        kernels::cuda::release(number_, 0);
+      },
+      "behind the end of 4 bytes|use-after-poison");
+  EXPECT_DEATH(
+      {
+        kernels::cuda::release(number_, 0);
+        *static_cast<volatile int*>(number_) = 1;
+      },
+      "");
 }
 
-TEST_F(FakeDeviceDeathTest, KernelsThatWouldGoWrongAreNotRun) {
-  start(1);
-  EXPECT_DEATH(fake::run_kernel(64,
-                                [] {
-                                  if (threadIdx.x % 2 == 0) __syncwarp();
-                                }),
-               "a lane has ended that others wait for");
-  const auto* const misaligned = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(number_) + 4);
-  EXPECT_DEATH(fake::run_kernel(64, [&] { static_cast<void>(__ldcs(misaligned)); }), "a misaligned address");
+TEST_F(FakeDeviceDeathTest, MemoryOfADeviceIsOutOfTheHostsReachAndIsFreedWhenNothingUsesIt) {
+  start(1, true);
+  EXPECT_DEATH(*static_cast<volatile int*>(number_) = 1, "");
+  for (int i = 0; i < 20; ++i) ASSERT_EQ(copy(stream(1)), 0);
+  EXPECT_DEATH(kernels::cuda::release(number_, 0), "work under way was given");
+  driver().synchronize(stream(1));
+  kernels::cuda::release(number_, 0);
 }
 
 }  // namespace

@@ -3,15 +3,20 @@
 // nothing of each other here, since no kernel of ours has blocks that meet.
 #include "emulation.h"
 
+#include <link.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "fiber.h"
+#include "twins.h"
 
 namespace shardow::fake {
 namespace {
@@ -52,8 +57,6 @@ class Warp {
     return seen_.data();
   }
 
-  unsigned lane() const { return lane_; }
-
   static Warp& here() {
     static thread_local Warp warp;
     return warp;
@@ -84,11 +87,25 @@ const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought) {
   return Warp::here().meet(meeting, brought);
 }
 
-unsigned lane_number() {
-  return Warp::here().lane();
+/// All that the kernels' library has of this thread's own.
+std::span<std::byte> shared_memory() {
+  std::span<std::byte> memory;
+  const auto visit = [](dl_phdr_info* library, size_t, void* to) {
+    if (std::strstr(library->dlpi_name, "fake_kernels") == nullptr) return 0;
+    const auto* const end = library->dlpi_phdr + library->dlpi_phnum;
+    const auto* const local =
+        std::find_if(library->dlpi_phdr, end, [](const auto& part) { return part.p_type == PT_TLS; });
+    *static_cast<std::span<std::byte>*>(to) = {static_cast<std::byte*>(library->dlpi_tls_data), local->p_memsz};
+    return 1;
+  };
+  touch_shared_memory();
+  ::dl_iterate_phdr(visit, &memory);
+  return memory;
 }
 
 void run_block(unsigned grid, unsigned block, unsigned index, const std::function<void()>& body, Random* random) {
+  static thread_local const std::span<std::byte> shared = shared_memory();
+  std::fill(shared.begin(), shared.end(), std::byte{0xa5});
   gridDim = {grid};
   blockDim = {block};
   blockIdx = {index};

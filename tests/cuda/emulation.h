@@ -15,7 +15,7 @@
 #define __host__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static thread_local
+#define __shared__ static thread_local  // poisoned at a block's begin (emulation.cc)
 
 #pragma GCC visibility push(default)
 
@@ -40,13 +40,11 @@ void run_block(unsigned grid, unsigned block, unsigned index, const std::functio
 /// Aborts where an address is not a multiple of the access's size, as a device does.
 void check_access(const void* address, size_t bytes);
 
-enum class Meeting { kSync, kAll, kShuffle };
+enum class Meeting { kSync, kAll };
 
 /// All lanes of the warp arrive; returns what they brought. Aborts where lanes come to different meetings or one has
 /// ended.
 const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought);
-
-unsigned lane_number();
 
 }  // namespace shardow::fake
 
@@ -80,13 +78,6 @@ inline int __all_sync(unsigned mask, int predicate) {
     if (brought[lane] == 0) return 0;
   }
   return 1;
-}
-
-/// A lane past the warp's end keeps its own value, as on a device.
-inline unsigned __shfl_down_sync(unsigned mask, unsigned value, unsigned distance) {
-  const unsigned* const brought = shardow::fake::meet(shardow::fake::Meeting::kShuffle, mask, value);
-  const unsigned from = shardow::fake::lane_number() + distance;
-  return from < 32 ? brought[from] : value;
 }
 
 template <class T>

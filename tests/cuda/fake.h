@@ -24,19 +24,14 @@
 #include <string>
 #include <vector>
 
-#include "kernels/step.h"
-
 #pragma GCC visibility push(default)
 
 namespace shardow::fake {
 
 struct Call {
-  std::string what;               ///< "malloc", "free", "copy", "launch", "record", "stream waits", "host waits", ...
-  int device = 0;                 ///< current in the calling thread
-  void* stream = nullptr;         ///< where there is one
-  const void* subject = nullptr;  ///< event, memory; of an update: where its replays read their step, null outside of a
-                                  ///< capture
-  kernels::Step step = {};        ///< of an update
+  std::string what;        ///< "malloc", "free", "copy", "launch", "record", "stream waits", "host waits", ...
+  int device = 0;          ///< current in the calling thread
+  void* stream = nullptr;  ///< where there is one
 };
 
 struct Options {
@@ -49,44 +44,26 @@ struct Options {
 
 /// Forgets everything: no contexts, no memory, no streams, an empty log. Nothing may be under way in other threads.
 void reset(const Options& options);
-inline void reset(int num_devices) {
-  reset(Options{.num_devices = num_devices});
-}
 
-std::vector<Call> calls();  ///< since reset() or clear()
-std::vector<Call> calls_of(const std::string& what);
-void clear();  ///< the log alone
+std::vector<Call> calls_of(const std::string& what);  ///< since reset(), or since the log was cleared
 
-std::vector<int> contexts();              ///< devices that have one
-size_t allocated();                       ///< bytes on devices and in pinned memory, not freed
-void* stream(int device, int number);     ///< one that a user made; the same until reset()
-void capture(void* stream, bool begins);  ///< in global mode, as torch does; the graph is thrown away
-
-/// Work that a stream of the test does, an optimizer's for example: on the host, in stream order.
+// Work that a stream of the test does, an optimizer's for example: on the host, in stream order.
 void enqueue(int device, void* stream, std::function<void()> work);
-void follow(int device, void* stream,
-            void* behind);  ///< what the stream does from here on comes after what the other has to do
-void fetch(void* to, const void* from, size_t bytes, int device,
-           void* stream);            ///< to the host, in stream order; no copy that fails
-void run(int device, void* stream);  ///< does what the stream has to do by now, and what that waits for
-void synchronize();                  ///< does all that there is
-size_t pending();                    ///< operations under way
-void run_kernel(unsigned threads, const std::function<void()>& body);  ///< one block, at once
+void follow(int device, void* stream, void* behind);  ///< what it does from here on comes after what that has to do
+void fetch(void* to, const void* from, size_t bytes, int device, void* stream);  ///< to the host; no copy that fails
 
-struct Copied {
-  int64_t to_host = 0, to_device = 0;
-};
-Copied copied();  ///< bytes, since reset()
+bool inside();  ///< this thread is in a call of the driver
 
-void fail_allocation(int number);  ///< the number-th from now has no memory left; 0: the next; < 0: none
-void fail_copy(int number,
-               int times = 1);  ///< the number-th call of a copy from now is refused (0: the next), and times - 1 after
-                                ///< it; times < 0: all
-void break_after(int operations);  ///< when so many more are done, the device has failed for good, and every later call
-                                   ///< says so; < 0: never
+void synchronize();  ///< does all that there is
 
-bool broken();
-void drop_waits(bool dropped);  ///< cuStreamWaitEvent does nothing, to show that it is missed
+// By these names Python has them.
+void reset(int num_devices, int64_t seed) asm("fake_reset");      // seed < 0: everything happens at once
+void* stream(int device, int number) asm("fake_stream");          // one that a user made; the same until reset()
+void run(void* stream, int device) asm("fake_run");               // does what it has to do, and what that waits for
+size_t allocated() asm("fake_allocated");                         // bytes on devices and pinned, not freed
+int64_t copied_to_host() asm("fake_copied_to_host");              // bytes, since reset()
+void fail_allocation(int number) asm("fake_fail_allocation");     // the number-th from now; 0: the next; < 0: none
+void fail_copy(int number, int times = 1) asm("fake_fail_copy");  // and times - 1 after it; times < 0: all
 
 /// For DrawnTurns: called at each call of the driver and again and again where the host waits, with nothing locked.
 extern std::function<void()> between;

@@ -52,35 +52,35 @@ class Fiber {
   void resume() {
 #if defined(__SANITIZE_THREAD__)
     tsan_other_ = __tsan_get_current_fiber();
-    __tsan_switch_to_fiber(tsan_own_, 0);
 #endif
-#if defined(__SANITIZE_ADDRESS__)
-    void* kept = nullptr;
-    __sanitizer_start_switch_fiber(&kept, stack_.get(), kStack);
-#endif
-    swapcontext(&other_, &own_);
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(kept, nullptr, nullptr);
-#endif
+    change(other_, own_, stack_.get(), kStack, tsan_own_, nullptr, nullptr);
   }
 
   /// On the fiber: back to who resumed it.
   void leave() {
-#if defined(__SANITIZE_THREAD__)
-    __tsan_switch_to_fiber(tsan_other_, 0);
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-    void* kept = nullptr;
-    __sanitizer_start_switch_fiber(&kept, other_stack_, other_bytes_);
-#endif
-    swapcontext(&own_, &other_);
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(kept, &other_stack_, &other_bytes_);
-#endif
+    change(own_, other_, other_stack_, other_bytes_, tsan_other_, &other_stack_, &other_bytes_);
   }
 
  private:
   static constexpr size_t kStack = 256 << 10;
+
+  /// From one context to another one, whose stack that is; when it is back, `stack` and `bytes` are where it comes
+  /// from.
+  static void change(ucontext_t& from, ucontext_t& to, [[maybe_unused]] const void* to_stack,
+                     [[maybe_unused]] size_t to_bytes, [[maybe_unused]] void* to_fiber,
+                     [[maybe_unused]] const void** stack, [[maybe_unused]] size_t* bytes) {
+    [[maybe_unused]] void* kept = nullptr;
+#if defined(__SANITIZE_THREAD__)
+    __tsan_switch_to_fiber(to_fiber, 0);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(&kept, to_stack, to_bytes);
+#endif
+    swapcontext(&from, &to);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(kept, stack, bytes);
+#endif
+  }
 
   static void enter(unsigned high, unsigned low) {
     auto* const self = reinterpret_cast<Fiber*>(static_cast<uintptr_t>(high) << 32 | low);
@@ -98,13 +98,9 @@ class Fiber {
   ucontext_t own_{}, other_{};
   const std::function<void()>* function_ = nullptr;
   bool ended_ = true;
-#if defined(__SANITIZE_ADDRESS__)
   const void* other_stack_ = nullptr;
   size_t other_bytes_ = 0;
-#endif
-#if defined(__SANITIZE_THREAD__)
   void *tsan_own_ = nullptr, *tsan_other_ = nullptr;
-#endif
 };
 
 }  // namespace shardow::fake

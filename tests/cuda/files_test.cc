@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
-#include "fake.h"
 #include "file/checkpoint_fixture.h"
+#include "world.h"
 
 namespace shardow {
 namespace {
@@ -12,7 +12,7 @@ namespace {
 /// Chunks of pinned memory at one time, by the log.
 int most_pinned() {
   int now = 0, most = 0;
-  for (const fake::Call& call : fake::calls()) {
+  for (const fake::Call& call : fake::world().log) {
     if (call.what == "pin") most = std::max(most, ++now);
     if (call.what == "unpin") --now;
   }
@@ -54,7 +54,7 @@ TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
         });
       };
       ASSERT_EQ(save_from(folder_ / "host.safetensors", false), all(3, kFine));
-      EXPECT_TRUE(fake::calls().empty());
+      EXPECT_TRUE(fake::world().log.empty());
       ASSERT_EQ(save_from(folder_ / "device.safetensors", true), all(3, kFine));
       EXPECT_TRUE(bytes_of(folder_ / "device.safetensors") == bytes_of(folder_ / "host.safetensors"));
       ASSERT_EQ(on_ranks(2,
@@ -66,7 +66,7 @@ TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
                              EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
                          }),
                 all(2, kFine));
-      EXPECT_EQ(fake::pending(), 0u);
+      EXPECT_EQ(fake::world().streams.pending(), 0u);
       // Two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that
       // load.
       EXPECT_LE(most_pinned(), 3 * 4);
@@ -113,7 +113,7 @@ TEST_F(Checkpoints, OfDeviceMemoryAreErrorsWhereACopyIsRefused) {
   }
   EXPECT_GE(refused, 5);
   EXPECT_FALSE(bytes_of(path) == before);
-  fake::break_after(3);
+  fake::world().streams.until_broken = 3;
   EXPECT_EQ(try_to_save(), all(1, static_cast<int>(Code::kInternal)));
 }
 

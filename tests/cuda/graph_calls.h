@@ -18,7 +18,6 @@ struct GraphCalls {
   cuda::Call<void*, void*> launch{library, "cuGraphLaunch"};
   cuda::Call<void*> destroy{library, "cuGraphDestroy"};
   cuda::Call<void*> destroy_replay{library, "cuGraphExecDestroy"};
-  cuda::Call<> synchronize_context{library, "cuCtxSynchronize"};
   cuda::Call<void*> query_stream{library, "cuStreamQuery"};
 };
 
@@ -28,5 +27,17 @@ inline const GraphCalls& graph_calls() {
 }
 
 enum CaptureMode { kGlobal, kThreadLocal, kRelaxed };
+
+/// A user's current device, for calls of the driver.
+class Current {
+ public:
+  explicit Current(int device) { cuda::driver().push_context(cuda::used_device(device).context); }
+  ~Current() {
+    void* context = nullptr;
+    static_cast<void>(cuda::driver().pop_context.status(&context));
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+};
 
 }  // namespace shardow::kernels::testing

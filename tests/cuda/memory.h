@@ -1,25 +1,100 @@
 // Memory that the fake driver gives: a device's, and pinned memory of the host.
 #pragma once
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
 #include <map>
-#include <optional>
-#include <utility>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(begin, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(begin, bytes)
+#endif
 
 namespace shardow::fake {
 
-/// Device memory, and what lies where. Guarded by the lock of the streams, but open().
+struct Block {
+  std::byte* begin;
+  size_t bytes, counted;  ///< counted: by allocated()
+  bool pinned;
+  uint64_t number;  ///< that no other block has had
+};
+
+/// Blocks of a device lie in pages of their own, which are out of reach when they are freed. Memory begins poisoned and
+/// ends at the exact byte. Guarded by the lock of the streams, but Open.
 class Memory {
  public:
-  void start(bool guard);  ///< forgets what was given, but pinned memory
-  void* take(size_t bytes, bool pinned);
-  bool give(void* memory);  ///< false: was not taken
+  /// Forgets all but pinned memory, of which the engine keeps some for later
+  void start(bool guard) {
+    std::erase_if(blocks_, [](const auto& entry) { return !entry.second.pinned; });
+    for (auto& [memory, block] : blocks_) block.counted = 0;
+    allocated_ = 0;
+    if (used_ > 0) {
+      ASAN_UNPOISON_MEMORY_REGION(arena(), used_);
+      ::mprotect(arena(), used_, PROT_NONE);
+      ::madvise(arena(), used_, MADV_DONTNEED);
+    }
+    used_ = 0;
+    guard_ = guard;
+  }
+  void* take(size_t bytes, bool pinned) {
+    if (bytes > kArena - in_pages(used_)) return nullptr;
+    const size_t whole = in_pages(bytes);
+    std::byte* const begin = pinned ? static_cast<std::byte*>(std::aligned_alloc(kPage, whole)) : arena() + used_;
+    if (!pinned) {
+      ::mprotect(begin, whole, PROT_READ | PROT_WRITE);
+      used_ += whole;
+    }
+    std::memset(begin, kPoison, whole);  // a device's memory has anything in it
+    ASAN_POISON_MEMORY_REGION(begin + bytes, whole - bytes);
+    if (!pinned && guard_) ::mprotect(begin, whole, PROT_NONE);
+    blocks_[begin] = {begin, bytes, bytes, pinned, ++last_number_};
+    allocated_ += bytes;
+    return begin;
+  }
+  /// False: it is no block. Aborts where something was written behind its end
+  bool give(void* memory) {
+    const auto entry = blocks_.find(memory);
+    if (entry == blocks_.end()) return false;
+    const auto [begin, bytes, counted, pinned, number] = entry->second;
+    const size_t whole = in_pages(bytes);
+    blocks_.erase(entry);
+    allocated_ -= counted;
+    if (!pinned) ::mprotect(begin, whole, PROT_READ | PROT_WRITE);
+    ASAN_UNPOISON_MEMORY_REGION(begin + bytes, whole - bytes);
+    if (std::any_of(begin + bytes, begin + whole, [](std::byte byte) { return byte != std::byte{kPoison}; })) {
+      std::fprintf(stderr, "something was written behind the end of %zu bytes\n", bytes);
+      std::abort();
+    }
+    if (pinned) {
+      std::free(begin);
+    } else {
+      guard_ ? static_cast<void>(std::memset(begin, kPoison, whole))
+             : static_cast<void>(::madvise(begin, whole, MADV_DONTNEED));
+      ::mprotect(begin, whole, PROT_NONE);
+    }
+    return true;
+  }
   size_t allocated() const { return allocated_; }
-  bool pinned(const void* memory) const;
-  uint64_t block_of(const void* memory) const;  ///< a number that no other block has had; 0: none
-  bool has(uint64_t block) const;
-  std::optional<std::pair<const void*, size_t>> range_of(const void* memory) const;  ///< (begin, bytes) of its block
+  /// Null: it lies in none
+  const Block* find(const void* memory) const {
+    const auto after = blocks_.upper_bound(memory);
+    if (after == blocks_.begin()) return nullptr;
+    const Block& block = std::prev(after)->second;
+    return memory < block.begin + block.bytes ? &block : nullptr;
+  }
+  bool has(uint64_t number) const {
+    return std::any_of(blocks_.begin(), blocks_.end(),
+                       [&](const auto& entry) { return entry.second.number == number; });
+  }
 
   /// With a guard: device memory is within reach while one of these lives, whose thread is the only one that works.
   class Open {
@@ -34,22 +109,26 @@ class Memory {
   };
 
  private:
-  struct Block {
-    size_t bytes, counted;
-    bool pinned, in_arena;
-    uint64_t number;
-  };
+  static constexpr size_t kArena = size_t{64} << 30, kPage = 4096;
+  static constexpr int kPoison = 0xa5;
 
-  void protect(bool open) const;
-  void* take_from_arena(size_t bytes);
-  std::map<const void*, Block>::const_iterator find(const void* memory) const;
+  /// Addresses alone, until something is taken.
+  static std::byte* arena() {
+    static void* const begin = ::mmap(nullptr, kArena, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return static_cast<std::byte*>(begin);
+  }
+  static size_t in_pages(size_t bytes) {
+    return (bytes + kPage) / kPage * kPage;  // a byte behind the end, or more
+  }
+
+  void protect(bool open) const {
+    if (guard_ && used_ > 0) ::mprotect(arena(), used_, open ? PROT_READ | PROT_WRITE : PROT_NONE);
+  }
 
   std::map<const void*, Block> blocks_;
-  size_t allocated_ = 0;
-  uint64_t last_block_ = 0;
+  size_t allocated_ = 0, used_ = 0;  // used_: of the arena; nothing lies behind
+  uint64_t last_number_ = 0;
   bool guard_ = false;
-  std::map<size_t, size_t> free_;  // of the arena: begin, bytes
-  size_t used_ = 0;                // of the arena: nothing lies behind
 };
 
 }  // namespace shardow::fake

@@ -2,22 +2,20 @@
 // the one that it was asked for by, and the fake driver has the kernel's twin. The variables say what other NVRTCs are.
 #include <elf.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
 
+#include "variables.h"
+
 namespace {
+
+using shardow::fake::number_from;
 
 struct Program {
   std::vector<std::string> names;
   std::string image;
 };
-
-int number_from(const char* variable, int otherwise) {
-  const char* const text = std::getenv(variable);
-  return text != nullptr ? std::atoi(text) : otherwise;
-}
 
 int give(const std::string& text, char* to) {
   std::memcpy(to, text.data(), text.size());

@@ -1,99 +1,356 @@
 // A random program: a model, options and calls drawn from a seed, done by an Average of weights on devices and by an
-// oracle, a plain Average of the same weights on the host. What both hold must be equal, byte for byte, whenever the
-// program looks.
+// oracle. What both hold must be equal whenever the program looks; graphs that it captured are replayed, of weights
+// that have moved and of an Average that is gone too.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <random>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "fake.h"
-#include "shardow/average.h"
-#include "tensor/dtype.h"
+#include "average/driver.h"
+#include "comparison.h"
+#include "drawn_turns.h"
 
 namespace shardow::testing {
 
-/// What a program leaves out, to show that it would be missed.
-enum class Missing {
-  kNothing,
-  kFinishReading,  ///< the optimizer does not wait for the copies of its weights
-  kWaits,          ///< no stream waits for another one
-};
+using kernels::testing::Current;
+using kernels::testing::graph_calls;
 
-/// The device has failed for good, as the program wished.
-struct Broken {};
-
-inline size_t size_of(const TensorView& view) {
-  return static_cast<size_t>(byte_size(view.dtype, view.region.size()));
-}
-
-inline void* stream_of(int device, int number) {
-  return number == 0 ? nullptr : fake::stream(device, number);
-}
-
-class Program {
+class Program : Comparison {
  public:
-  explicit Program(uint64_t seed, Missing missing = Missing::kNothing);
-  ~Program();
+  explicit Program(uint64_t seed, Missing missing = Missing::kNothing) : Comparison(seed, missing) {}
+  using Comparison::met;
 
   // Empty, or what differed.
-  std::string run();               ///< everything by the seed
-  std::string run_with_threads();  ///< a thread for each stream, and nothing fails: for the thread sanitizer
+  /// Everything by the seed
+  std::string run() {
+    const auto turns = random_();
+    fake::reset({.num_devices = 3, .seed = random_(), .guard = true});
+    fake::world().drops_waits = missing_ == Missing::kWaits;
+    const fake::DrawnTurns drawn(turns);
+    const Current current(kCallersDevice);
+    do_all();
+    if (fake::current_device() != kCallersDevice) differs("the caller's device");
+    return difference_;
+  }
+
+  /// A thread for each stream, and nothing fails: for the thread sanitizer
+  std::string run_with_threads() {
+    fake::reset({.num_devices = 3, .threads = true});
+    may_fail_ = false;
+    do_all();
+    fake::reset(fake::Options{});
+    return difference_;
+  }
 
  private:
-  using Bytes = std::vector<std::byte>;
+  static constexpr int kCallersDevice = 2;  // which has none of the weights
 
-  void do_all();
-  void choose();
-  void choose_decays();
-  void make();
-  void go_on();
-  void* device_memory(size_t bytes, int device);
-  Bytes draw(const TensorView& view);
+  struct Replay {
+    int device;
+    void* graph;
+  };
+
+  void do_all() {
+    try {
+      choose();
+      make();
+      if (faulty_ && one_in(4)) fake::world().streams.until_broken = static_cast<int>(random_() % 200);
+      if (one_in(4)) capture();
+      for (uint64_t left = 5 + random_() % 25; left > 0 && difference_.empty(); --left) go_on();
+      if (difference_.empty()) look();
+      if (difference_.empty()) look_at_counters();
+      if (difference_.empty()) end();
+    } catch (const Broken&) {
+      look_at_remains();
+    } catch (const Error& error) {
+      if (fake::broken()) look_at_remains();
+      if (!fake::broken()) differs(std::string("an error that nothing caused: ") + error.what());
+    }
+    release();
+    if (difference_.empty()) look_at_driver();
+  }
+
+  void go_on() {
+    arm();
+    const uint64_t what = random_() % 28;
+    calls_ += " " + std::to_string(what);
+    switch (what) {
+      case 0: return call([&] { tested_->wait(); });
+      case 1:
+      case 2: return look();
+      case 3: return look_at(weights_);
+      case 4: return look_at_counters();
+      case 5:
+      case 6: return swap();
+      case 7: return reset();
+      case 8:
+      case 9: return move();
+      case 10:
+      case 11: return change_stream();
+      case 12: return one_in(8) ? look_at_files() : update();
+      case 13: return restart();
+      case 14:
+      case 15: return capture();
+      case 16:
+      case 17: return update();
+      default: return train();
+    }
+  }
+
+  /// The Average goes, in a capture now and then. Graphs that were captured of it do nothing any more.
+  void end() {
+    if (one_in(2)) train();
+    disarm();
+    if (faulty_) call([&] { tested_->wait(); });  // an update that failed is taken from the oracle
+    const auto expected = averages_of_oracle();
+    std::vector<Replay> empty;
+    if (can_capture() && one_in(2)) {
+      call([&] { tested_->wait(); });
+      if (!record([&] { tested_.reset(); }, &empty)) differs("a capture that was lost by the Average's end");
+    }
+    tested_.reset();
+    launch(graphs_);
+    launch(stale_);
+    launch(empty);
+    destroy(empty);
+    if (!averages_are(expected)) differs("averages after the end");
+  }
+
+  /// Graphs, the Average and memory, in this order.
+  void release() {
+    destroy(graphs_);
+    destroy(stale_);
+    tested_.reset();
+    fake::synchronize();
+    for (const auto& [memory, device] : allocated_) kernels::cuda::release(memory, device);
+  }
 
   // Calls of the Average and what surrounds them.
-  void train();
-  void write_weights();
-  void update();
-  void swap();
-  void reset();
-  void move();
-  void change_stream();
+  /// An optimizer's step, on the weights' streams.
+  void train() {
+    if (missing_ != Missing::kFinishReading) call([&] { tested_->finish_reading(); });
+    write(weights_);
+    if (!(graphs_.empty() && stale_.empty()) && one_in(2)) return replay();
+    update();
+    if (!faulty_ || missing_ != Missing::kNothing || !one_in(5)) return;
+    call([&] { tested_->finish_reading(); });
+    fake::world().streams.until_broken = static_cast<int>(random_() % 3);
+  }
 
-  // Comparisons.
-  void look();
-  void look_at_weights();
-  void look_at_counters();
-  void look_at_files();
-  void look_at_remains();
-  bool averages_are(const std::vector<Bytes>& expected) const;
-  void differs(const std::string& what);
+  /// Now and then with a look at what is copied: the weights' bytes, once, and nothing else.
+  void update() {
+    const bool offloads = !has(Place::kBeside);
+    const bool counts = !faulty_ && offloads && one_in(4), raises = options_.non_finite == NonFinite::kRaise;
+    const int64_t step = oracle_->stats().step, copied = counts ? tested_->stats().offload_bytes : 0;
+    const int64_t to_host = fake::copied_to_host(), to_device = fake::world().copied_to_device;
+    bool made = false;
+    std::string raised;
+    call([&] {
+      if (made || (made = tested_->stats().step > step)) return;  // it was, and something else has failed
+      if (!raises) return static_cast<void>(tested_->update());
+      raised = error_of([&] {
+        tested_->update();
+        tested_->wait();
+      });
+    });
+    if (counts) {
+      tested_->wait();
+      const int64_t bytes = tested_->stats().offload_bytes - copied;
+      int64_t whole = 0;
+      for (const TensorView& view : weights_.tested) whole += on_device(view) ? static_cast<int64_t>(size_of(view)) : 0;
+      if (fake::copied_to_host() - to_host != bytes || fake::world().copied_to_device != to_device ||
+          (bytes != 0 && bytes != whole))
+        differs("bytes that were copied");
+    }
+    before_ = averages_of_oracle();
+    const std::string expected = error_of([&] { oracle_->update(std::max(step + 1, oracle_->stats().step + 1)); });
+    if (raised != expected) differs("errors: " + raised + " and " + expected);
+    if (!raised.empty()) note(Error(Code::kInternal, raised));
+  }
 
-  void call(const std::function<void()>& fn);
-  void arm();
-  void disarm();
-  void recover();
-  void undo_lost_update();
-  Bytes fetch(const TensorView& view) const;
-  std::vector<Bytes> averages_of_oracle() const;
+  void swap() {
+    const size_t k = random_() % oracle_->size();
+    const Weights& into = one_in(3) ? others_ : weights_;
+    if (&into == &others_) write(others_);
+    call([&] { tested_->swap_in(into.tested, k); });
+    oracle_->swap_in(into.oracle, k);
+    look_at(into);
+    arm();
+    const auto out = [&] {
+      if (tested_->swapped()) tested_->swap_out();
+    };
+    call(out, false);
+    oracle_->swap_out();
+    look_at(into);
+  }
 
-  uint64_t seed_;
-  Missing missing_;
-  std::mt19937_64 random_;
-  bool offloaded_ = false, faulty_ = false, may_fail_ = true;
-  int num_devices_ = 1;
-  AverageOptions options_;
-  std::vector<std::pair<void*, int>> allocated_;
-  std::vector<std::unique_ptr<Bytes>> host_;
-  std::vector<TensorView> there_, here_;
-  std::unique_ptr<Average> tested_, oracle_;
-  std::vector<Bytes> before_;  // the oracle's averages before its last update
-  std::string calls_, difference_;
+  /// A reset() that failed is mended by the next one alone.
+  void reset() {
+    call([&] { tested_->reset(); }, false);
+    disarm();
+    oracle_->reset();
+    if (faulty_) oracle_->set_state(tested_->state());  // an update under way may have been given up
+    before_ = averages_of_oracle();
+  }
+
+  void restart() {
+    if (faulty_) return reset();
+    const bool restarts = one_in(2);
+    for (Average* average : {tested_.get(), oracle_.get()})
+      restarts ? average::Driver::restart(*average) : average->set_state(average->state());
+    before_ = averages_of_oracle();
+  }
+
+  /// The weights go to memory elsewhere, and something else is written where they were.
+  void move() {
+    const std::vector<TensorView> before = weights_.tested;
+    for (TensorView& view : weights_.tested) {
+      if (!on_device(view)) continue;
+      const size_t bytes = size_of(view);
+      void* const to = device_memory(bytes, view.device.index);
+      fake::enqueue(view.device.index, view.device.stream, [=, from = view.data] { std::memcpy(to, from, bytes); });
+      view.data = to;
+    }
+    call([&] { tested_->bind(weights_.tested); });
+    stale_.insert(stale_.end(), graphs_.begin(), graphs_.end());
+    graphs_.clear();
+    const bool frees = one_in(2);
+    for (const TensorView& view : before) {
+      if (!on_device(view)) continue;
+      fake::enqueue(view.device.index, view.device.stream,
+                    [=, bytes = size_of(view), from = view.data] { std::memset(from, 0x7f, bytes); });
+    }
+    if (frees) fake::synchronize();
+    for (const TensorView& view : before) {
+      if (frees && allocated_.erase(view.data) > 0) kernels::cuda::release(view.data, view.device.index);
+    }
+  }
+
+  /// The caller goes on with another stream, which waits for what the last one has to do, and may be gone by then.
+  void change_stream() {
+    const auto known = streams();
+    if (known.empty() || fake::broken()) return;
+    const auto [device, last] = *std::next(known.begin(), static_cast<int>(random_() % known.size()));
+    void* next = one_in(4) ? nullptr : fake::stream(device, 1 + static_cast<int>(random_() % 2));
+    if (one_in(3)) {
+      const Current current(device);
+      kernels::cuda::driver().create_stream(&next, kernels::cuda::kNonBlocking);
+      streams_to_end_[next] = device;
+    }
+    fake::follow(device, next, last);
+    for (std::vector<TensorView>* views : {&weights_.tested, &others_.tested}) {
+      for (TensorView& view : *views) {
+        if (on_device(view) && view.device.index == device) view.device.stream = next;
+      }
+    }
+    const bool before = one_in(2), by_views = one_in(2);
+    if (before) end_stream(device, last);
+    call([&, device = device, next = next] {
+      by_views ? tested_->bind(weights_.tested) : tested_->set_stream(device, next);
+    });
+    end_stream(device, last);
+  }
+
+  void end_stream(int device, void* stream) {
+    if (streams_to_end_.erase(stream) == 0) return;
+    const Current current(device);
+    kernels::cuda::driver().destroy_stream(stream);
+  }
+
+  void capture() {
+    if (!can_capture()) return update();
+    disarm();
+    destroy(graphs_);
+    leaves_memory_ = true;  // what graphs read
+    bool applied = false;
+    std::string refused;
+    const bool kept = record(
+        [&] {
+          refused = error_of([&] { applied = tested_->update().applied; });
+          static_cast<void>(error_of([&] { tested_->finish_reading(); }));
+        },
+        &graphs_);
+    if (fake::broken()) throw Broken();
+    if (!kept || applied) differs("a capture that was lost, or an update in it that was counted");
+    if (refused.empty()) return;
+    note(Error(Code::kUnsupported, refused));
+    destroy(graphs_);
+    const bool offloads = has(Place::kOffloaded);
+    if (!offloads) differs("a capture was refused: " + refused);
+    const std::string replay = error_of([&] { tested_->prepare_replay(); });
+    if (replay.find("call update() after each replay") == replay.npos) differs("a replay was not refused: " + replay);
+  }
+
+  /// One step by the graphs where they are of the weights as they are; else they do nothing.
+  void replay() {
+    const int64_t step = oracle_->stats().step;
+    std::string refused;
+    call([&] {
+      if (tested_->stats().step > step) return;
+      try {
+        tested_->prepare_replay();
+      } catch (const Error& error) {
+        if (error.code() != Code::kInvalidArgument) throw;
+        note(error);
+        refused = error.what();
+      }
+    });
+    const std::string expected =
+        graphs_.empty() ? "capture update() anew" : "the captured graph has no launch for that";
+    if (refused.empty() && graphs_.empty()) return differs("a replay of weights that have moved");
+    launch(refused.empty() ? graphs_ : stale_);
+    if (!refused.empty()) {
+      if (refused.find(expected) == refused.npos) differs("a replay was refused: " + refused);
+      return capture();
+    }
+    before_ = averages_of_oracle();
+    oracle_->update(std::max(step + 1, oracle_->stats().step + 1));
+  }
+
+  bool can_capture() const {
+    const auto all = streams();
+    return !all.empty() && !fake::broken() && options_.non_finite != NonFinite::kRaise &&
+           missing_ == Missing::kNothing &&
+           std::none_of(all.begin(), all.end(), [](const auto& entry) { return entry.second == nullptr; });
+  }
+
+  /// Captures what fn() does, after all that was before, as torch does. False where a capture was lost.
+  bool record(const std::function<void()>& fn, std::vector<Replay>* graphs) {
+    fake::synchronize();
+    const int mode = static_cast<int>(random_() % 3);
+    const auto all = streams();
+    for (const auto& [device, stream] : all) {
+      const Current current(device);
+      graph_calls().begin_capture(stream, mode);
+    }
+    fn();
+    bool kept = true;
+    for (const auto& [device, stream] : all) {
+      const Current current(device);
+      void *graph = nullptr, *replay = nullptr;
+      kept = graph_calls().end_capture.status(stream, &graph) == 0 && kept;
+      if (graph == nullptr) continue;
+      graph_calls().instantiate(&replay, graph, 0);
+      graph_calls().destroy(graph);
+      graphs->push_back({device, replay});
+    }
+    return kept;
+  }
+
+  void launch(const std::vector<Replay>& graphs) {
+    const auto all = streams();
+    for (const auto& [device, graph] : graphs) {
+      const Current current(device);
+      const int status = graph_calls().launch.status(graph, all.at(device));
+      if (fake::broken()) throw Broken();
+      if (status != 0) differs("a replay: error " + std::to_string(status));
+    }
+  }
+
+  void destroy(std::vector<Replay>& graphs) {
+    for (const auto& [device, graph] : graphs) graph_calls().destroy_replay(graph);
+    graphs.clear();
+  }
+
+  std::vector<Replay> graphs_, stale_;   // stale_: of weights that have moved since
+  std::map<void*, int> streams_to_end_;  // that the program made, and their devices
 };
 
 }  // namespace shardow::testing

@@ -1,18 +1,29 @@
 // The queues behind the fake driver, and who takes what from them when.
+//
+// By a seed: each step takes one part of the first operation of a stream whose operation waits for nothing, both drawn.
+// A stream may be stalled for a number of steps, so that the others get far ahead. How much is done at a call of the
+// driver is drawn too; some seeds are so lazy that nothing happens before the host waits.
+//
+// The default stream of a device and its blocking streams wait for each other, as CUDA has it.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "emulation.h"
+#include "fake.h"
 
 namespace shardow::fake {
 
@@ -22,40 +33,152 @@ struct Mark {
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
+inline bool done(const MarkPtr& mark) {
+  return mark == nullptr || mark->done;
+}
+
 /// What an operation does, in parts that may be done in any order. Can be done again: a graph keeps it.
 struct Work {
   size_t parts = 1;
   std::function<void(size_t part, Random* random)> part;  ///< empty: it only waits
+  std::vector<uint64_t> blocks = {};                      ///< of memory that it was given
 };
 
 /// All of it is guarded by mutex().
 class Streams {
  public:
   ~Streams() { stop(); }
-  void start(std::optional<uint64_t> seed, bool threads);  ///< nothing is left of what was
-  void stop();                                             ///< does what there is and ends the threads
+  /// Nothing is left of what was
+  void start(std::optional<uint64_t> seed, bool threads) {
+    stop();
+    streams_.clear();
+    random_.reset();
+    if (seed) random_.emplace(*seed);
+    eagerness_ = random_ ? static_cast<unsigned>((*random_)() % 4) : 0;
+    threads_ = threads;
+    ending_ = false;
+    until_broken = -1;
+  }
+  /// Does what there is and ends the threads
+  void stop() {
+    {
+      std::unique_lock lock(mutex_);
+      if (!threads_) everything();
+      ending_ = true;
+      for (Stream& stream : streams_) stream.changed.notify_all();
+    }
+    for (Stream& stream : streams_) {
+      if (stream.thread.joinable()) stream.thread.join();
+    }
+  }
 
   struct Kind {
     int device;
     bool blocking;
   };
 
-  void* make(int device, bool blocking);  ///< a handle that none has had before
-  bool retire(void* stream);              ///< what it has is still done; false: there is none
-  std::optional<Kind> kind_of(void* stream) const;
-  MarkPtr add(int device, void* stream, Work work, std::vector<MarkPtr> after = {});  ///< the mark of its end
-  MarkPtr last(int device, void* stream);                     ///< of what the stream has by now; null: nothing
-  std::vector<MarkPtr> all(std::optional<int> device) const;  ///< of all there is
+  /// A handle that none has had before
+  void* make(int device, bool blocking) {
+    return begin(device, reinterpret_cast<void*>(last_handle_ += 16), blocking).handle;
+  }
+  /// Ends its handle; what it has is still done. False: there is none.
+  bool retire(void* handle) {
+    const auto stream =
+        std::find_if(streams_.begin(), streams_.end(), [&](const Stream& known) { return known.handle == handle; });
+    if (handle == nullptr || stream == streams_.end()) return false;
+    stream->handle = &*stream;
+    return true;
+  }
+  std::optional<Kind> kind_of(void* handle) const {
+    for (const Stream& stream : streams_) {
+      if (stream.handle == handle) return Kind{stream.device, stream.blocking};
+    }
+    return std::nullopt;
+  }
+  /// The mark of its end
+  MarkPtr add(int device, void* handle, Work work, std::vector<MarkPtr> after = {}) {
+    Stream& stream = find(device, handle);
+    for (const Stream& other : streams_) {
+      const bool meet = other.device == stream.device && other.blocking && stream.blocking &&
+                        (handle == nullptr) != (other.handle == nullptr);
+      if (meet && !done(other.last)) after.push_back(other.last);
+    }
+    Operation operation{std::move(work), std::move(after), std::make_shared<Mark>(), {}};
+    operation.order.resize(operation.work.parts);
+    std::iota(operation.order.begin(), operation.order.end(), size_t{0});
+    if (random_) {
+      std::shuffle(operation.order.begin(), operation.order.end(), *random_);
+      if ((*random_)() % 16 == 0) stream.stalled = static_cast<int>((*random_)() % 200);
+    }
+    stream.last = operation.mark;
+    const MarkPtr mark = operation.mark;
+    stream.queue.push_back(std::move(operation));
+    if (threads_) {
+      stream.changed.notify_all();
+    } else if (!random_) {
+      everything();
+    }
+    return mark;
+  }
+  /// The mark of what the stream has by now; null: nothing.
+  MarkPtr last(int device, void* handle) { return find(device, handle).last; }
+  /// The marks of all there is.
+  std::vector<MarkPtr> all(std::optional<int> device) const {
+    std::vector<MarkPtr> marks;
+    for (const Stream& stream : streams_) {
+      if (!device || stream.device == *device) marks.push_back(stream.last);
+    }
+    return marks;
+  }
 
   /// Returns when done() holds. `lock` is of mutex().
-  void until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done);
-  void some(std::unique_lock<std::mutex>& lock);  ///< at a call of the driver: as much as is drawn
-  void only(const MarkPtr& mark);                 ///< does what that needs, and nothing else
-  void everything();
+  void until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& holds) {
+    if (threads_) return done_.wait(lock, holds);
+    while (!holds()) {
+      const bool moved = advance_one();
+      if (!pass(lock) && !moved && !holds()) {
+        std::fprintf(stderr, "the host waits for what never comes: streams wait for each other\n");
+        std::abort();
+      }
+    }
+  }
+  /// At a call of the driver: as much as is drawn
+  void some(std::unique_lock<std::mutex>& lock) {
+    if (random_ && !threads_) {
+      const auto most = uint64_t{1} << (2 * eagerness_);  // 1, 4, 16, 64
+      for (uint64_t number = (*random_)() % most; number > 0 && advance_one(); --number) {
+      }
+    }
+    static_cast<void>(pass(lock));
+  }
+  void everything() {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (Stream& stream : streams_) {
+        while (ready(stream)) {
+          advance(stream);
+          moved = true;
+        }
+      }
+    }
+  }
 
-  size_t pending() const;
-  bool drawn() const { return random_.has_value(); }
-  int until_broken = -1;  ///< operations; 0: it is
+  size_t pending() const {
+    size_t number = 0;
+    for (const Stream& stream : streams_) number += stream.queue.size();
+    return number;
+  }
+  /// Something under way was given it
+  bool uses(uint64_t block) const {
+    return std::any_of(streams_.begin(), streams_.end(), [&](const Stream& stream) {
+      return std::any_of(stream.queue.begin(), stream.queue.end(), [&](const Operation& operation) {
+        const auto& blocks = operation.work.blocks;
+        return block != 0 && std::find(blocks.begin(), blocks.end(), block) != blocks.end();
+      });
+    });
+  }
+  /// Operations until the device fails for good, and every call says so; 0: it has; < 0: it does not.
+  int until_broken = -1;
 
   std::mutex& mutex() { return mutex_; }
 
@@ -77,14 +200,80 @@ class Streams {
     std::condition_variable changed;
   };
 
-  Stream& find(int device, void* stream);
-  Stream& begin(int device, void* handle, bool blocking);
-  static bool ready(const Stream& stream);
-  void advance(Stream& stream);
-  bool advance_one();
-  void end(Stream& stream);
-  void work(Stream& stream);
-  bool pass(std::unique_lock<std::mutex>& lock);
+  /// A device's default stream is there when it is first used.
+  Stream& find(int device, void* handle) {
+    for (Stream& stream : streams_) {
+      if (stream.handle == handle && (handle != nullptr || stream.device == device)) return stream;
+    }
+    if (handle == nullptr) return begin(device, nullptr, true);
+    std::fprintf(stderr, "a stream that is gone, or was never made\n");
+    std::abort();
+  }
+  Stream& begin(int device, void* handle, bool blocking) {
+    Stream& stream = streams_.emplace_back();
+    stream.device = device;
+    stream.handle = handle;
+    stream.blocking = blocking;
+    if (threads_) stream.thread = std::thread([this, &stream] { work(stream); });
+    return stream;
+  }
+  static bool ready(const Stream& stream) {
+    return !stream.queue.empty() &&
+           std::all_of(stream.queue.front().after.begin(), stream.queue.front().after.end(), done);
+  }
+  /// One part. After a failure nothing is done any more, but ends.
+  void advance(Stream& stream) {
+    Operation& first = stream.queue.front();
+    if (first.work.part && !first.order.empty() && !broken()) {
+      first.work.part(first.order.back(), random_ ? &*random_ : nullptr);
+      first.order.pop_back();
+      if (!first.order.empty()) return;
+    }
+    end(stream);
+  }
+  /// False where nothing can be done.
+  bool advance_one() {
+    std::vector<Stream*> able;
+    for (Stream& stream : streams_) {
+      if (ready(stream)) able.push_back(&stream);
+    }
+    if (able.empty()) return false;
+    Stream& stream = *able[random_ ? (*random_)() % able.size() : 0];
+    if (stream.stalled > 0) {
+      --stream.stalled;
+    } else {
+      advance(stream);
+    }
+    return true;
+  }
+  void end(Stream& stream) {
+    if (stream.queue.front().work.part && until_broken > 0) --until_broken;
+    stream.queue.front().mark->done = true;
+    stream.queue.pop_front();
+  }
+  /// A stream's thread. Operations are carried out with nothing locked, so that the sanitizer sees what meets.
+  void work(Stream& stream) {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      stream.changed.wait(lock, [&] { return ready(stream) || (ending_ && stream.queue.empty()); });
+      if (stream.queue.empty()) return;
+      const Operation& first = stream.queue.front();
+      const bool works = first.work.part && !broken();
+      lock.unlock();
+      for (size_t part = 0; works && part < first.work.parts; ++part) first.work.part(part, nullptr);
+      lock.lock();
+      end(stream);
+      done_.notify_all();
+      for (Stream& other : streams_) other.changed.notify_all();
+    }
+  }
+  bool pass(std::unique_lock<std::mutex>& lock) {
+    if (!between) return false;
+    lock.unlock();
+    between();
+    lock.lock();
+    return true;
+  }
   bool broken() const { return until_broken == 0; }
 
   std::mutex mutex_;

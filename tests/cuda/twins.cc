@@ -43,15 +43,24 @@ std::string of_types() {
   return names + ">";
 }
 
+/// For driver_test.cc: a block's first thread reads what it has not written.
+__global__ void stale_kernel(unsigned* to) {
+  __shared__ unsigned value;
+  if (threadIdx.x == 0) {
+    *to = value;
+    value = 7;
+  }
+}
+
 class Twins {
  public:
   Twins() {
+    twins_["stale_kernel"] = twin(&stale_kernel);
     add_averages<float>();
     add_averages<BF16>();
     add_averages<F16>();
     add_averages<double>();
     twins_["swap_kernel"] = twin(&swap_kernel);
-    twins_["exchange_kernel"] = twin(&exchange_kernel);
   }
 
   const Twin* find(const std::string& name) const {
@@ -92,6 +101,11 @@ class Twins {
 };
 
 }  // namespace
+
+void touch_shared_memory() {
+  __shared__ volatile char byte;
+  byte = static_cast<char>(byte + 1);
+}
 
 std::string plain_name(const std::string& mangled) {
   char* const text = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, nullptr);

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)
+
 namespace shardow::fake {
 
 struct Twin {
@@ -14,6 +16,8 @@ struct Twin {
   std::function<std::function<void()>(void** arguments)> bind;
 };
 
+void touch_shared_memory();  ///< of this thread, so that it is there
+
 /// By the name that the engine asks NVRTC for, "update_kernel<float, BF16>", or by the mangled one; null: none.
 const Twin* twin_of(const std::string& name);
 
@@ -21,3 +25,5 @@ const Twin* twin_of(const std::string& name);
 std::string plain_name(const std::string& mangled);
 
 }  // namespace shardow::fake
+
+#pragma GCC visibility pop

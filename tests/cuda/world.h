@@ -1,6 +1,7 @@
 // State and errors of the fake driver.
 #pragma once
 
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,14 +35,11 @@ enum Result {
   kCaptureIsolation = 905,
   kCaptureImplicit = 906,
   kCapturedEvent = 907,
-  kCaptureWrongThread = 908,
+  kCaptureWrongThread = 908
 };
 
-/// The work of a graph, one after the other, and the blocks of memory that it was given.
-struct Graph {
-  std::vector<Work> nodes;
-  std::set<uint64_t> blocks;
-};
+/// The work of a graph, one after the other.
+using Graph = std::vector<Work>;
 
 enum CaptureMode { kGlobal, kThreadLocal, kRelaxed };
 
@@ -70,29 +68,44 @@ struct Kernel {
   int device;
 };
 
-/// All of it is guarded by streams.mutex().
-struct World {
-  Options options;
-  std::vector<Call> log;
-  std::set<int> contexts;
-  std::map<std::pair<int, int>, void*> users_streams;
+/// State that reset() begins anew.
+struct Session {
+  Options options = {};
+  std::vector<Call> log = {};
+  std::set<int> contexts = {};
+  std::map<std::pair<int, int>, void*> users_streams = {};
   int until_allocation_fails = -1, until_copy_fails = -1, times = 0;
-  bool drops_waits = false;
-  Copied copied;
+  bool drops_waits = false;  ///< cuStreamWaitEvent does nothing, to show that it is missed
+  int64_t copied_to_host = 0, copied_to_device = 0;
+  std::map<void*, std::shared_ptr<Capture>> captures =
+      {};  ///< by stream; of streams that are captured together the same
+};
+
+__attribute__((visibility("default"))) int current_device();  // of this thread; -1: it has no context
+
+/// All of it is guarded by streams.mutex().
+struct World : Session {
   std::set<const Event*> events;
-  std::map<void*, std::shared_ptr<Capture>> captures;  ///< by stream; of streams that are captured together the same
+  std::list<Graph> graphs;    ///< until they are destroyed
+  std::list<Module> modules;  ///< until the process ends, as kernels: nothing unloads them
+  std::list<Kernel> kernels;
   Memory memory;
   Streams streams;
 
-  void note(const char* what, void* stream = nullptr, const void* subject = nullptr);
+  void note(const char* what, void* stream = nullptr) {
+    if (options.log) log.push_back({what, current_device(), stream});
+  }
 };
 
-World& world();
-int current_device();                   ///< -1: the thread has no context
+__attribute__((visibility("default"))) World& world();  // which tests look at where nothing is under way
+std::unique_lock<std::mutex> locked();
 std::unique_lock<std::mutex> called();  ///< at each call: the device goes on, and others have their turns
 Result state();                         ///< not kSuccess where the device has failed for good
 
 Work on_device(Work work);  ///< work that reaches the device's memory
-bool capturing(void* stream);
+
+inline bool broken() {
+  return world().streams.until_broken == 0;
+}
 
 }  // namespace shardow::fake

@@ -37,7 +37,6 @@ KERNELS = [
     "update_kernel<double, double>",
     "copy_kernel<float, BF16>",
     "swap_kernel",
-    "exchange_kernel",
     "cast_kernel<float, BF16>",
     "cast_kernel<BF16, float>",
 ]

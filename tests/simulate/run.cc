@@ -120,7 +120,7 @@ std::string leftovers(const fs::path& folder, const Way& way) {
   }
   const fs::path own = folder / versions::target(way) / "config.json";
   if (way.directory && !way.first && bytes_of(own) != "mine") found += " (and somebody else's config.json has gone)";
-  return found;
+  return found + versions::strays(folder / versions::target(way), {"config.json", versions::kText});
 }
 
 /// Version `next` is saved, while calls are done that were left by saves before, and after it. Those that are `late`
@@ -128,16 +128,14 @@ std::string leftovers(const fs::path& folder, const Way& way) {
 std::string wrong_with_the_next(uint64_t seed, int next, const Plan& plan, const fs::path& folder, Mutant mutant,
                                 std::string* story, const std::vector<Late>& late) {
   Simulation simulation(seed, story != nullptr);
-  World world(
-      simulation,
-      {.jobs = {plan.jobs[0]}, .folder = folder, .can_exchange = plan.way.exchange, .mutant = mutant, .late = late});
+  World world(simulation, {.jobs = {plan.jobs[0]}, .folder = folder, .mutant = mutant, .late = late});
   const auto codes = save_version(simulation, world, next, plan, plan.sharding_before, folder);
   if (story != nullptr) *story += "\n\nthe next save:\n" + simulation.story();
   if (std::any_of(codes.begin(), codes.end(), [](const auto& code) { return code != kFine; }))
     return "the next save fails";
   if (const int found = version_of(folder, plan.way, kTensors); found != next)
     return fmt::format("the next save leaves version {}", found);
-  testing_disk::Recorder disk(folder, plan.way.exchange);
+  testing_disk::Recorder disk(folder);
   for (const Late& one : world.take_late()) one(disk);
   const int found = version_of(folder, plan.way, kTensors);
   return found == next ? "" : fmt::format("a call that was left puts version {} in the place of {}", found, next);
@@ -192,12 +190,11 @@ std::string wrong_with(uint64_t seed, const fs::path& folder, Mutant mutant, std
     plan.faults.push_back({Fault::Kind::kStands, simulation->chance(2) ? 0 : simulation->below(plan.jobs[0]),
                            simulation->below(simulation->chance(2) ? 40 : 160)});
   if (!plan.way.first) {
-    World world(*simulation, {.jobs = {plan.jobs[0]}, .folder = live.path, .can_exchange = plan.way.exchange});
+    World world(*simulation, {.jobs = {plan.jobs[0]}, .folder = live.path});
     save_version(*simulation, world, 1, plan, plan.sharding_before, live.path);
     if (plan.way.directory) std::ofstream(live.path / "model" / "config.json") << "mine";
   }
-  World world(*simulation,
-              {plan.jobs, live.path, plan.way.exchange, plan.faults, mutant, kTimeout, plan.through_store});
+  World world(*simulation, {plan.jobs, live.path, plan.faults, mutant, kTimeout, plan.through_store});
   const auto began = simulation->now();
   const auto codes = plan.call == Call::kSave ? save_version(*simulation, world, 2, plan, plan.sharding, live.path)
                                               : load_version(*simulation, world, 1, plan, live.path);

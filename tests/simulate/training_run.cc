@@ -71,6 +71,7 @@ std::string what_lies_there(const Program& program, const fs::path& folder) {
     const std::string name = entry.path().filename().string();
     if (name != name_of(program, 0) && name != name_of(program, 1) && !name.starts_with(kStart)) more += " " + name;
   }
+  for (int path = 0; path < kPaths; ++path) more += versions::strays(folder / name_of(program, path), {});
   return more;
 }
 
@@ -79,12 +80,12 @@ size_t descriptors() {
 }
 
 /// After whatever happened, the next saves to both paths work and clean up.
-std::string after_the_next_saves(uint64_t seed, Program program, bool can_exchange, Mutant mutant,
-                                 const fs::path& folder, std::string* story) {
+std::string after_the_next_saves(uint64_t seed, Program program, Mutant mutant, const fs::path& folder,
+                                 std::string* story) {
   program.first = true;
   program.ops = {{What::kTrain}, {What::kAsync, 0}, {What::kSave, 1}};
   Simulation simulation(~seed, story != nullptr);  // with other names for its files
-  std::string wrong = wrong_with_program(simulation, program, {{}, mutant, can_exchange}, folder);
+  std::string wrong = wrong_with_program(simulation, program, {{}, mutant}, folder);
   if (story != nullptr) *story += "\n\nthe next saves:\n" + simulation.story();
   if (!wrong.empty()) return "the next saves: " + wrong;
   const std::string left = what_lies_there(program, folder);
@@ -148,8 +149,7 @@ std::string wrong_with_program(Simulation& simulation, const Program& program, c
     const int readers = weather.reader ? 1 : 0;
     std::vector<int> jobs(1, program.job.ranks);
     jobs.resize(1 + static_cast<size_t>(readers), 1);
-    World world(simulation, {jobs, folder, weather.can_exchange, weather.faults, weather.mutant, kTimeout,
-                             weather.through_store, 5});
+    World world(simulation, {jobs, folder, weather.faults, weather.mutant, kTimeout, weather.through_store, 5});
     const auto began = simulation.now();
     const auto read = [&](Group&) {
       for (int left = 4; left > 0; --left) {
@@ -201,7 +201,8 @@ std::string wrong_with_training(uint64_t seed, const fs::path& folder, Mutant mu
   std::optional<Simulation> simulation;
   simulation.emplace(seed, story != nullptr);
   const Program program = some_program(*simulation);
-  Weather weather{{}, mutant, !simulation->chance(4), simulation->chance(3), simulation->chance(2)};
+  simulation->draw();  // which seeds mean what they did
+  Weather weather{{}, mutant, simulation->chance(3), simulation->chance(2)};
   for (int left = simulation->below(3); left > 0; --left) {
     const auto kind = some_fault(*simulation, weather.through_store);
     weather.faults.push_back(
@@ -224,9 +225,9 @@ std::string wrong_with_training(uint64_t seed, const fs::path& folder, Mutant mu
   if (!wrong.empty()) return wrong;
   testing_disk::restore(left, 0, disk.path, true);
   wrong = wrong_contents(program, run, disk.path, cut);
-  if (wrong.empty()) wrong = after_the_next_saves(seed, program, weather.can_exchange, mutant, disk.path, story);
+  if (wrong.empty()) wrong = after_the_next_saves(seed, program, mutant, disk.path, story);
   if (!wrong.empty()) return fmt::format("after a power cut ({} of {} calls) {}", cut, calls, wrong);
-  return after_the_next_saves(seed, program, weather.can_exchange, mutant, live.path, story);
+  return after_the_next_saves(seed, program, mutant, live.path, story);
 }
 
 }  // namespace shardow::simulated

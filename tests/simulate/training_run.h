@@ -14,7 +14,7 @@ namespace shardow::simulated {
 struct Weather {
   std::vector<Fault> faults = {};
   Mutant mutant = Mutant::kNone;
-  bool can_exchange = true, through_store = false, reader = false;
+  bool through_store = false, reader = false;
 };
 
 /// What is wrong when all have ended; "" where all is well. `folder`: empty. `after`, where it is given, is called

@@ -21,9 +21,7 @@ Fault::Kind some_fault(Simulation& seed, bool through_store) {
 }
 
 World::World(Simulation& simulation, Setting setting)
-    : simulation_(simulation),
-      setting_(std::move(setting)),
-      disk_(std::make_unique<Disk>(*this, setting_.folder, setting_.can_exchange)) {
+    : simulation_(simulation), setting_(std::move(setting)), disk_(std::make_unique<Disk>(*this, setting_.folder)) {
   this_rank = -1;
   late_ = setting_.late;
   for (const int ranks : setting_.jobs) {

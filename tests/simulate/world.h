@@ -21,7 +21,7 @@ enum class Mutant {
   kForgetsWrite,    ///< one write in some reports success, and did half
   kHidesError,      ///< a flush that fails is taken for one that did not
   kInPlace,         ///< a rename is a copy over the old file
-  kTwoRenames,      ///< an exchange of directories is two renames, as if nothing could come between
+  kListsFirst,      ///< what names a directory's files is renamed before they are flushed
   kNoLocks,         ///< every lock is had by everybody: a living save's draft is a leftover
   kEarlyVerdict,    ///< a rank takes its own word for everybody's
   kNoDeadlines,     ///< a rank waits for ever for one that died in silence
@@ -32,7 +32,7 @@ enum class Mutant {
   kSwapLeaks,       ///< the same, and the next step waits for it: a swap does not
   kReusesMemory,    ///< two saves in the background share the memory of their copies
   kOvertakes,       ///< a save in the background does not wait for the one before it
-  kMovesToDraft,    ///< a checkpoint that is moved away, by a call that was left, is taken for a leftover
+  kRemovesFirst,    ///< what is replaced is removed before the new one is there
   kNumMutants
 };
 
@@ -62,7 +62,6 @@ using Late = std::function<void(testing_disk::Recorder&)>;
 struct Setting {
   std::vector<int> jobs;  ///< so many ranks each; the ranks of all are numbered through
   std::filesystem::path folder;
-  bool can_exchange = true;
   std::vector<Fault> faults = {};
   Mutant mutant = Mutant::kNone;
   milliseconds timeout{60'000};

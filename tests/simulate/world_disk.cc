@@ -17,6 +17,11 @@ std::string last(const std::string& path) {
   return std::filesystem::path(path).filename().string();
 }
 
+/// Names a directory's files.
+bool is_list(const std::string& path) {
+  return last(path) == file::kIndexName || last(path) == file::kAveragesName;
+}
+
 }  // namespace
 
 int World::Disk::open(const char* path, int flags, mode_t mode) {
@@ -72,7 +77,8 @@ int World::Disk::fsync(int fd) {
   const size_t before = recording.calls.size();
   if (world_.mutant() == (S_ISDIR(found.st_mode) ? Mutant::kNoNameFlush : Mutant::kNoDataFlush)) return 0;
   const int result = Recorder::fsync(fd);
-  if (world_.mutant() == Mutant::kFlushesAfter && !S_ISDIR(found.st_mode) && recording.calls.size() > before) {
+  const bool after = world_.mutant() == Mutant::kFlushesAfter || world_.mutant() == Mutant::kListsFirst;
+  if (after && !S_ISDIR(found.st_mode) && recording.calls.size() > before) {
     late_.push_back(std::move(recording.calls.back()));
     recording.calls.pop_back();
   }
@@ -81,28 +87,22 @@ int World::Disk::fsync(int fd) {
 
 int World::Disk::rename(const char* from, const char* to) {
   if (!fine("rename", last(from) + " to " + last(to))) return -1;
-  std::string aside = to;
-  if (world_.mutant() == Mutant::kMovesToDraft && aside.ends_with("-old.tmp"))
-    aside.replace(aside.size() - 8, 8, ".tmp");
-  const auto late = [from = std::string(from), aside](Recorder& disk) {
-    disk.Recorder::rename(from.c_str(), aside.c_str());
+  const auto late = [from = std::string(from), to = std::string(to)](Recorder& disk) {
+    disk.Recorder::rename(from.c_str(), to.c_str());
   };
   if (world_.leaves(late, true)) return -1;
   if (world_.mutant() == Mutant::kInPlace && std::filesystem::is_regular_file(to)) return copy_over(from, to);
-  return published(Recorder::rename(from, to));
+  const bool commits = is_list(to);
+  if (world_.mutant() == Mutant::kRemovesFirst && commits && !remove_listed(to)) return -1;
+  const int result = Recorder::rename(from, to);
+  return world_.mutant() == Mutant::kListsFirst && !commits ? result : published(result);
 }
 
-int World::Disk::rename_exchange(const char* a, const char* b) {
-  if (!fine("exchange", last(a) + " and " + last(b))) return -1;
-  const auto late = [a = std::string(a), b = std::string(b)](Recorder& disk) {
-    disk.Recorder::rename_exchange(a.c_str(), b.c_str());
-  };
-  if (world_.leaves(late, true)) return -1;
-  if (world_.mutant() != Mutant::kTwoRenames) return published(Recorder::rename_exchange(a, b));
-  const std::string aside = std::string(b) + ".aside";
-  if (Recorder::rename(b, aside.c_str()) != 0) return -1;
-  if (!fine("exchange", "its second half")) return -1;
-  return Recorder::rename(a, b) != 0 ? -1 : Recorder::rename(aside.c_str(), a);
+bool World::Disk::remove_listed(const std::filesystem::path& list) {
+  const auto listing = file::listing_in(list.parent_path(), list.filename().c_str());
+  if (!listing) return true;
+  for (const auto& [name, file] : listing->files) Recorder::unlink((list.parent_path() / file).c_str());
+  return fine("rename", "its second half");
 }
 
 int World::Disk::mkdir(const char* path, mode_t mode) {

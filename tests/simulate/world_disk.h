@@ -16,8 +16,7 @@ namespace shardow::simulated {
 /// The disk as all ranks see it. Each call is a step of its rank.
 class World::Disk final : public testing_disk::Recorder {
  public:
-  Disk(World& world, const std::filesystem::path& folder, bool can_exchange)
-      : Recorder(folder, can_exchange), world_(world) {}
+  Disk(World& world, const std::filesystem::path& folder) : Recorder(folder), world_(world) {}
 
   bool left_one() const noexcept override { return World::on_a_rank() && world_.here().left > 0; }
   int open(const char* path, int flags, mode_t mode) override;
@@ -28,7 +27,6 @@ class World::Disk final : public testing_disk::Recorder {
   int ftruncate(int fd, off_t length) override;
   int fsync(int fd) override;
   int rename(const char* from, const char* to) override;
-  int rename_exchange(const char* a, const char* b) override;
   int mkdir(const char* path, mode_t mode) override;
   int link(const char* from, const char* to) override;
   int unlink(const char* path) override;
@@ -48,10 +46,11 @@ class World::Disk final : public testing_disk::Recorder {
   size_t some(size_t bytes) { return bytes > 1 && world_.broken("short") ? bytes / 2 : bytes; }
 
   int copy_over(const char* from, const char* to);
+  bool remove_listed(const std::filesystem::path& list);
   int published(int result);
 
   World& world_;
-  std::vector<testing_disk::Call> late_;  ///< flushes, of kFlushesAfter
+  std::vector<testing_disk::Call> late_;  ///< flushes, of kFlushesAfter and kListsFirst
 };
 
 }  // namespace shardow::simulated

@@ -2,40 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shardow import errors
-from shardow.base.checks import invalid, warn
+from shardow.base.checks import invalid, number, warn
 
 #: Training samples of one step, all ranks together; or a function that tells how many have been seen so far.
 Samples = float | Callable[[], float]
 
 
+_attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Handle]] = weakref.WeakKeyDictionary()
+
+
 class Handle:
-    """Detaches an EMA from an optimizer; as a context manager, at the end of the block."""
+    """Detaches an EMA from an optimizer; as a context manager, at the end of the block. Neither it nor the optimizer
+    keeps the EMA: one that is dropped is detached."""
 
     def __init__(self, attachments: Attachments, optimizer: torch.optim.Optimizer, samples: Samples | None) -> None:
-        self._attachments, self._samples = attachments, samples
+        self._attachments, self._samples = weakref.ref(attachments), samples
         self._optimizer = optimizer
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: attachments.before(self)),
-            optimizer.register_step_post_hook(lambda stepped, *_: attachments.after(self, stepped)),
+        handle = weakref.ref(self)
+
+        def call(verb: Callable[[Attachments, Handle], None]) -> None:
+            if (own := handle()) is not None and (all_ := own._attachments()) is not None:
+                verb(all_, own)
+
+        hooks = [
+            optimizer.register_step_pre_hook(lambda *_: call(Attachments.before)),
+            optimizer.register_step_post_hook(lambda *_: call(Attachments.after)),
         ]
+        self._detach = weakref.finalize(attachments, _remove, hooks)
+        self._detach.atexit = False
+        _attached.setdefault(optimizer, weakref.WeakSet()).add(self)
 
     def remove(self) -> None:
         """Ends this attachment alone, once; a second call does nothing."""
-        self._attachments.remove(self)
-        for hook in self._hooks:
-            hook.remove()
+        if (attachments := self._attachments()) is not None and self._detach.alive:
+            attachments.remove(self)
+        self._detach()
 
     def __enter__(self) -> Handle:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class Attachments:
@@ -63,22 +83,31 @@ class Attachments:
             )
 
     def add(self, optimizer: Any, samples: Samples | None) -> Handle:
-        found = _innermost(optimizer)
-        if any(one._optimizer is found for one in self._all):
+        inner = _innermost(optimizer)
+        if any(one._optimizer is inner for one in self._all):
             raise invalid("attached to this optimizer already; each step would count twice")
-        if samples is not None and not callable(samples) and not samples > 0:
+        if samples is not None and not callable(samples) and not (samples := number("samples", samples)) > 0:
             raise invalid(
                 f"samples={samples}; give the training samples of one step, more than 0, or a function that tells how "
                 "many"
             )
-        if any("train_mode" in group for group in found.param_groups):
+        if any("train_mode" in group for group in inner.param_groups):
             warn(
-                f"{type(found).__name__} averages by itself (Defazio et al., arXiv 2405.15682): after its eval() the "
+                f"{type(inner).__name__} averages by itself (Defazio et al., arXiv 2405.15682): after its eval() the "
                 "weights are averages "
                 "already, before it the points between; an average of either lags further behind than its decay says"
             )
-        self._all.append(Handle(self, found, samples))
+        if any(other._detach.alive for other in _attached.get(inner, ())):
+            warn(
+                f"another EMA is attached to this {type(inner).__name__}, and goes on averaging after its steps; where "
+                "it is left over, its detach() ends that"
+            )
+        self._all.append(Handle(self, inner, samples))
         return self._all[-1]
+
+    def remove_all(self) -> None:
+        for handle in list(self._all):
+            handle.remove()
 
     def remove(self, handle: Handle) -> None:
         for one in (self._all, self._stepped):
@@ -92,8 +121,8 @@ class Attachments:
             self.settle()
             self._ready()
 
-    def after(self, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
-        if _skipped(optimizer):
+    def after(self, handle: Handle) -> None:
+        if _skipped(handle._optimizer):
             return
         self._stepped.append(handle)
         if handle is self._all[-1]:

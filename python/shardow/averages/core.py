@@ -232,7 +232,7 @@ class Averages:
         try:
             self._warn_of(update())
         finally:
-            if not attached or self.options.buffers == "average":
+            if not attached or self.options.averages_buffers:
                 self.swap.finish_reading()
 
     def prepare_replay(self, step: int | None, samples: float) -> None:
@@ -256,9 +256,12 @@ class Averages:
         self._engine.wait()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            # Ends an update in the background before the memory that it reads is given back.
-            self.wait()
+        """Ends an update in the background before the memory that it reads is given back. At the interpreter's end
+        this module's globals are gone."""
+        try:  # noqa: SIM105
+            self._engine.wait()
+        except Exception:
+            pass
 
     @torch.no_grad()
     def update_by(self, decay: float, weight: float) -> None:
@@ -312,9 +315,13 @@ class Averages:
         self.swap.refuse("state_dict()")
         return {one.name: _state.as_tensor(one, 0) for one in self.tracked}
 
+    @property
+    def step(self) -> int:
+        return int(self._engine.progress[0])
+
     def stats(self) -> dict[str, float]:
         """See EMA.stats()."""
-        figures: dict[str, float] = dict(self.engine.stats())
+        figures: dict[str, float] = dict(self._engine.stats())
         link, hidden, waited = (figures.pop(name) for name in ("offload_bytes", "hidden_seconds", "waited_seconds"))
         if self.offloaded:
             figures["offload/bytes"] = link
@@ -322,7 +329,7 @@ class Averages:
             figures |= {"offload/hidden_seconds": hidden, "offload/waited_seconds": waited}
         if compiled := _core.cuda_compiler()[2]:
             figures["kernels/compile_seconds"] = compiled
-        decays = self.engine.decays
+        decays = self._engine.decays
         return {**figures, **{"decay" if len(decays) == 1 else f"decay/{k}": decay for k, decay in enumerate(decays)}}
 
     def __repr__(self) -> str:

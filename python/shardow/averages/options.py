@@ -10,7 +10,7 @@ import torch
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, one_of, warn, whole
-from shardow.model.dtypes import NAMES
+from shardow.model.dtypes import NAMES, device_of
 from shardow.model.local import LocalTensor
 from shardow.model.view import ModelView
 from shardow.schedules import as_schedules
@@ -20,7 +20,7 @@ DTYPES = {dtype: NAMES[dtype] for dtype in (torch.float32, torch.float64, torch.
 
 Params = Literal["trainable", "all"] | Callable[[str, torch.Tensor], bool]
 Replicas = Literal["split", "copy"]
-Buffers = Literal["copy", "average", "ignore"]
+Buffers = Literal["copy", "average", "ignore"] | Callable[[str, torch.Tensor], bool]
 Rule = Literal["lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient"]
 Stochastic = bool | Literal["auto"]
 NonFinite = Literal["hold", "propagate", "raise"]
@@ -51,14 +51,20 @@ class Options:
             return bool(self.params(weight.name, weight.tensor))
         return self.params == "all" or weight.requires_grad
 
+    @property
+    def averages_buffers(self) -> bool:
+        return callable(self.buffers) or self.buffers == "average"
+
     def chosen(self, view: ModelView) -> list[LocalTensor]:
         """Parameters, and buffers where they are averaged, in the model's order."""
         chosen = [one for one in view.parameters if self.wants(one)]
         if not chosen:
             raise invalid(f"no parameter is averaged: params={self.params!r} chose none of {len(view.parameters)}")
-        if self.buffers == "average":
+        if self.averages_buffers:
             view.watch_buffers = True
             buffers = [one for one in view.buffers if one.tensor.is_floating_point()]
+            if callable(self.buffers):
+                buffers = [buffer for buffer in buffers if self.buffers(buffer.name, buffer.tensor)]
             if buffers and self.overlap:
                 why = f"nothing would keep the next forward from writing '{buffers[0].name}' while it is averaged"
                 raise invalid(f"overlap=True with buffers='average': {why}; take buffers='copy', or leave overlap out")
@@ -72,27 +78,20 @@ class Options:
         # `raise` is a keyword of Python.
         non_finite = "hold" if holds else self.nonfinite.replace("raise", "raise_")
         return _core.AverageOptions(
-            schedules=self.schedules,
-            dtype=DTYPES[self.dtype],
-            rule=getattr(_core.Rule, self.rule),
-            rounding=getattr(_core.Rounding, self.rounding),
-            non_finite=getattr(_core.NonFinite, non_finite),
-            update_every=self.update_every,
-            start_step=self.start_step,
-            seed=self.seed,
-            num_threads=self.threads,
-            overlap=self.overlap and not offloaded,
-            ring_bytes=self.ring_bytes,
-        )
+            schedules=self.schedules, dtype=DTYPES[self.dtype], rule=getattr(_core.Rule, self.rule),
+            rounding=getattr(_core.Rounding, self.rounding), non_finite=getattr(_core.NonFinite, non_finite),
+            update_every=self.update_every, start_step=self.start_step, seed=self.seed, num_threads=self.threads,
+            overlap=self.overlap and not offloaded, ring_bytes=self.ring_bytes,
+        )  # fmt: skip
 
 
 _WORDS = {
-    "replicas": get_args(Replicas),
-    "buffers": get_args(Buffers),
-    "rule": get_args(Rule),
-    "nonfinite": get_args(NonFinite),
-}
-_LEAST = {"update_every": 1, "start_step": 0, "seed": 0, "threads": 0, "ring_bytes": 1}
+    "replicas": get_args(Replicas), "rule": get_args(Rule), "nonfinite": get_args(NonFinite),
+}  # fmt: skip
+_BOUNDS = {
+    "update_every": (1, 2**62), "start_step": (0, 2**62), "seed": (0, 2**64 - 1), "threads": (0, 2**31 - 1),
+    "ring_bytes": (1, 2**62),
+}  # fmt: skip
 _ROUNDING: dict[Stochastic, str] = {"auto": "auto", True: "stochastic", False: "nearest"}
 
 
@@ -105,8 +104,8 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
         if isinstance(momentum, float):
             hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
         raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
-    dtype = asked["dtype"]
-    if dtype not in DTYPES:
+    asked["dtype"] = dtype = getattr(torch, asked["dtype"], None) if type(asked["dtype"]) is str else asked["dtype"]
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise invalid(
             f"dtype={dtype}; averages can be {', '.join(map(str, DTYPES))}; torch.float32 is right for weights of any "
             "dtype"
@@ -118,13 +117,15 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
         )
     if not callable(asked["params"]):
         one_of("params", asked["params"], ("trainable", "all"))
+    if not callable(asked["buffers"]):
+        one_of("buffers", asked["buffers"], ("copy", "average", "ignore"))
     for name, words in _WORDS.items():
         one_of(name, asked[name], words)
-    for name, least in _LEAST.items():
-        whole(name, asked[name], least)
+    for name, (least, most) in _BOUNDS.items():
+        asked[name] = whole(name, asked[name], least, most)
     return Options(
         schedules=as_schedules(decay),
-        device=None if device is None else torch.device(device),
+        device=None if device is None else device_of(device),
         rounding=_ROUNDING[one_of("stochastic", stochastic, tuple(_ROUNDING))],
         **asked,
     )

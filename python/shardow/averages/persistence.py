@@ -27,8 +27,9 @@ from shardow.model import dtypes
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.extra_state import extra_states, for_file
 from shardow.model.local import refuse_all_odd
+from shardow.model.saved_form import saved_form
 from shardow.ranks.gather import Part
-from shardow.ranks.team import Team
+from shardow.ranks.team import Team, naming
 
 Report = dict[str, Any]
 Metadata = Mapping[str, str] | None
@@ -43,12 +44,12 @@ def files_to_save(
         averages.swap.refuse(what)
         if max_shard_size is not None and len(averages.keys) > 1:
             raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
-        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(metadata or {}):
+        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(engine.texts(metadata)):
             raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
         return engine.dtype_and_limit(None, max_shard_size)
 
     options = averages.team.agree(what, check)
-    return _files(averages, averages.ready_to_hand_out(what), metadata or {}), options
+    return _files(averages, averages.ready_to_hand_out(what), engine.texts(metadata)), options
 
 
 def snapshot(
@@ -57,7 +58,7 @@ def snapshot(
 ) -> Report | SaveHandle | None:  # fmt: skip
     """See EMA.snapshot()."""
     where = Path(paths.to_write(directory))
-    whole("every", every, 1)
+    every = whole("every", every, 1)
     stored = stored_as(dtype)
     now = lineage.Counts(*averages.engine.progress)
     if averages.lineage is not None and now.step < averages.lineage.seen.step:
@@ -74,9 +75,17 @@ def snapshot(
         file.name = _core.ema_file_name(key)
     write = engine.write_in_background if asynchronous else engine.write
     options["dtype"] = stored
+    averages.team.agree(lineage.WHAT, lambda: _refuse_infinite(files, dtypes.floating(dtype)))
     told = write(files, where / directory_of(now.step), averages.team, progress=progress, **options)
     mine.last = now.step
     return told
+
+
+def _refuse_infinite(files: Sequence[engine.FileParts], dtype: torch.dtype | None) -> None:
+    for part in (part for file in files for part in file.parts if dtype is not None):
+        if lost := int((part.flat.to(dtype).isinf() & part.flat.isfinite()).sum()):
+            count = f"{lost} averages of '{part.name}' are beyond the largest {dtype}"
+            raise invalid(f"{lineage.WHAT}: {count}, and would be stored as infinite; give a wider dtype, as bfloat16")
 
 
 _DIRECTORY = re.compile(r"snapshot-(\d{9,})")
@@ -204,15 +213,16 @@ def load(
     team = averages.team
     where = team.agree("load()", ready)
     settle(team.process_group)
-    files = _core.open_ema(team.group, averages.engine, where, getattr(_core.OptionsFrom, options), team.timeout)
-    return Loading(averages, files, where, options, strict, verify, progress).take()
+    with naming(f"load() of {where}"):
+        files = _core.open_ema(team.group, averages.engine, where, getattr(_core.OptionsFrom, options), team.timeout)
+        return Loading(averages, files, where, options, strict, verify, progress).take()
 
 
 def export(
     averages: Averages, path: paths.StrPath, dtype: torch.dtype | str | None, max_shard_size: int | str | None,
-    decay: Decay | None, progress: Progress | None, metadata: Metadata,
+    decay: Decay | None, progress: Progress | None, metadata: Metadata, pretrained: bool = False,
 ) -> Report:  # fmt: skip
-    """See EMA.export()."""
+    """See EMA.export(). ``pretrained``: tensors are those of transformers' save_pretrained()."""
     team = averages.team
     averages.ready_to_hand_out("export()", averages.others, averages.asked(decay))
     k = choose(averages.keys, decay)
@@ -225,11 +235,13 @@ def export(
         parts = averages.parts(k, saving=True)
         parts += [Part(local.name, local.flat(), local.region) for local in others if local.counts_on(team.rank)]
         parts, cast = engine.in_dtypes(parts, own, dtypes.floating(dtype))
+        if pretrained and (form := saved_form(averages.view)):
+            parts = form.parts(parts)
         return parts, {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
 
     parts, options = team.agree("export()", check)
     extra, texts = for_file(extra_states(averages.view.model)) if team.rank == 0 else ([], {})
-    file = engine.FileParts("", [*parts, *extra], {**texts, **(metadata or {})})
+    file = engine.FileParts("", [*parts, *extra], {**texts, **engine.texts(metadata)})
     return engine.write([file], path, team, progress=progress, **options)
 
 
@@ -246,9 +258,10 @@ class Loading:
         self._averages, metadata = averages, files[0].metadata
         self._record, self._state = metadata.get(_core.RECORD_KEY), metadata.get(_core.STATE_KEY, "")
         lineage.check(self._record, len(files), where)  # the same on every rank
+        progress = shown(progress, "load", averages.team.rank)
         self._loading = _core.Loading(
-            averages.team.group, averages.engine, files, where, getattr(_core.OptionsFrom, options), strict=strict,
-            verify=verify, timeout=averages.team.timeout, progress=shown(progress, "load", averages.team.rank),
+            averages.team.group, averages.engine, files, where, getattr(_core.OptionsFrom, options),
+            strict=bool(strict), verify=bool(verify), timeout=averages.team.timeout, progress=progress,
         )  # fmt: skip
 
     def take(self) -> Report:

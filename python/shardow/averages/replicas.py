@@ -17,8 +17,6 @@ from shardow.base.signals import Held, impatient
 from shardow.model.local import LocalTensor
 from shardow.ranks.transfers import begun, finish
 
-_OTHERWISE = "replicas' parts of the weights did not arrive"
-
 
 @dataclass
 class _Step:
@@ -61,11 +59,13 @@ class Exchange:
         deadline = time.monotonic() + seconds
         with Held():
             for step in self._steps:
-                self._gather(step, deadline)
+                self._gather(step, deadline, seconds)
                 writes()
                 self._take(step)
 
-    def _gather(self, step: _Step, deadline: float) -> None:
+    def _gather(self, step: _Step, deadline: float, seconds: float) -> None:
+        others = [rank for rank in dist.get_process_group_ranks(step.group) if rank != dist.get_rank()]
+        otherwise = f"parts of the weights that rank(s) {others} own did not all arrive"
         *received, sent = step.buffers
         for local, flat in step.strided:
             flat.copy_(local.tensor.reshape(-1))
@@ -75,13 +75,13 @@ class Exchange:
             at += piece.numel()
         work = begun(
             lambda: dist.all_gather([_bytes(one) for one in received], _bytes(sent), group=step.group, async_op=True),
-            _OTHERWISE,
+            otherwise,
         )
         pause = 2e-5
         while work is not None and not work.is_completed() and time.monotonic() < deadline and not impatient():
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
-        finish(work, 0.001 if impatient() else deadline - time.monotonic(), _OTHERWISE)
+        finish(work, 0.001 if impatient() else deadline - time.monotonic(), otherwise, seconds)
 
     def _take(self, step: _Step) -> None:
         for member, pieces in enumerate(step.pieces):
@@ -118,9 +118,7 @@ def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
         ]
         for level, members in _core.plan_exchange(tensors, places(alike[0].local)):
             group, index, _ = alike[0].local.replicas[level]
-            strided = [
-                (alike[i].local, flats[i]) for i, _, _ in members[0] if not alike[i].local.tensor.is_contiguous()
-            ]
+            strided = [(alike[i].local, flats[i]) for i, _, _ in members[0] if not alike[i].local.is_in_order()]
             yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], strided)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,13 @@ def check(
     each = zip(parts, keys, fits, strict=True)
     copies = [copy for own, key, fit in each for copy in copies_of(own, by_key[key], fit)]
     joined = fits[0].joined(fits[1:])
-    (joined if strict else joined.only_different()).refuse(what, "the state", hint=HINT if strict else "")
+    if not strict:
+        other = [name for name, *_ in joined.different]
+        joined.missing += other
+        joined.unexpected += [joined.keys[name] for name in other]
+        replace(joined.only_different(), different=[]).refuse(what, "the state")
+    else:
+        joined.refuse(what, "the state", hint=HINT)
     return copies, {"missing": joined.missing, "unexpected": joined.unexpected}
 
 

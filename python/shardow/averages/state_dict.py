@@ -12,7 +12,7 @@ from shardow import _core
 from shardow.averages import lineage
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
-from shardow.base.checks import one_of, warn
+from shardow.base.checks import instance, one_of, warn
 from shardow.files.reading import choose
 from shardow.model.extra_state import extra_states
 from shardow.model.local import oddity, refuse_all_odd
@@ -35,7 +35,7 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
 
     def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
         averages.swap.refuse("load_state_dict()")
-        text = _state.engine_state(state)
+        text = _state.engine_state(instance("state", state, Mapping))
         keys = saved_keys(averages, _core.decay_keys_in({_core.STATE_KEY: text}), options, "the state")
         parts = [averages.parts(k) for k in range(len(keys))]
         checked = _state.check("load_state_dict()", state, parts, keys, strict)

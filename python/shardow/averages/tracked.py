@@ -14,11 +14,12 @@ import torch
 from shardow import _core
 from shardow.averages.arena import Arena
 from shardow.averages.options import DTYPES, Options
-from shardow.base.checks import first_of, invalid, unsupported, warn
+from shardow.base.checks import first_of, instance, invalid, unsupported, warn
 from shardow.model import storage
 from shardow.model.equal import Common, common_of
 from shardow.model.local import refuse_unaverageable
 from shardow.ranks.gather import place, take
+from shardow.ranks.memory import empty
 
 if TYPE_CHECKING:
     from shardow.model.local import LocalTensor
@@ -110,13 +111,13 @@ class Tracked:
     def _find_source(self) -> None:
         weights = self.local.tensor
         self.stage = None
-        if weights.is_contiguous():
+        if self.local.is_in_order():
             return
         if self.stretched:
             raise unsupported(
                 f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first"
             )
-        self.stage = torch.empty(self.region.size, dtype=weights.dtype, device=weights.device)
+        self.stage = empty([self.region.size], weights.dtype, weights.device)
         self.gather()
 
     def gather(self) -> None:
@@ -175,9 +176,9 @@ def places(local: LocalTensor) -> list[tuple[int, int]]:
 def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, Source] | None) -> list[Tracked]:
     """Everything that is averaged, with memory for the averages; nothing is copied yet."""
     locals_ = list(locals_)
-    source = source or {}
-    if source and (unknown := set(source) - {local.name for local in locals_}):
-        raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(unknown))}")
+    source = {} if source is None else instance("source", source, Mapping)
+    if unknown := set(source) - {local.name for local in locals_}:
+        raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(map(str, unknown)))}")
     tracked = [_tracked(local, options.replicas, source.get(local.name)) for local in locals_]
     homes = [_home(one, options.device) for one in tracked]
     for device in (devices := dict.fromkeys(homes)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from shardow.base.checks import invalid
+
 Progress = Callable[[int, int], None]
 
 
@@ -12,6 +14,8 @@ def shown(progress: Progress | None, what: str, rank: int) -> Progress | None:
     """``progress`` itself, or a bar of bytes on rank 0's terminal. Needs tqdm; without it, and in logs, nothing is
     shown.
     """
+    if progress is not None and not callable(progress):
+        raise invalid(f"progress={progress!r}; it must be a function of (bytes done, bytes in all)", TypeError)
     if progress is not None or rank != 0 or not sys.stderr.isatty():
         return progress
     try:

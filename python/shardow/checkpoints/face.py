@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow.averages.state_dict import OptionsFrom
-from shardow.base.checks import invalid, one_of, seconds, whole
+from shardow.base.checks import instance, invalid, one_of, seconds, whole
 from shardow.base.progress import Progress
 from shardow.checkpoints import manifest, restoring
 from shardow.checkpoints.retention import clear, retire
-from shardow.checkpoints.saving import WHAT, Given, files_to_save
+from shardow.checkpoints.saving import WHAT, Given, files_to_save, half_restored
 from shardow.ema import EMA
 from shardow.files import engine, paths
-from shardow.files.background import settle
+from shardow.files.background import SaveHandle, settle
 from shardow.ranks.team import Team
 
 _ABSENT = {"averages": "from_model", "optimizer": "keep", "scheduler": "keep"}
@@ -58,20 +58,15 @@ class Checkpoints:
         self._group, self._timeout = group, seconds(timeout)
 
     def _team(self) -> Team:
-        return Team(self._group or (dist.group.WORLD if dist.is_initialized() else None), self._timeout)
+        world = dist.group.WORLD if dist.is_initialized() else None
+        return Team(world if self._group is None else self._group, self._timeout)
 
     def save(
-        self,
-        step: int,
-        model: nn.Module | None = None,
-        averages: EMA | None = None,
+        self, step: int, model: nn.Module | None = None, averages: EMA | None = None,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
-        scheduler: Stateful | Mapping[str, Stateful] | None = None,
-        state: Mapping[str, Any] | None = None,
-        asynchronous: bool = False,
-        *,
-        progress: Progress | None = None,
-    ) -> Any:
+        scheduler: Stateful | Mapping[str, Stateful] | None = None, state: Mapping[str, Any] | None = None,
+        asynchronous: bool = False, *, progress: Progress | None = None,
+    ) -> dict[str, Any] | SaveHandle:  # fmt: skip
         """All that is given as ``step``, in place of a step of that number. Collective.
 
         Args:
@@ -90,15 +85,18 @@ class Checkpoints:
 
         Raises:
             ValueError: ranks that disagree, what is no plain value, an optimizer of other parameters, weights that are
-                averages now;
+                averages now, or that a restore() has filled in part;
             OSError: the disk; TimeoutError: a rank is missing. The steps that were there are there then.
         """
-        team = self._team()
+        team, step = self._team(), whole("step", step)
         settle(team.process_group)
 
         def given() -> Given:
-            manifest.checked_step(step)
             given = Given.of(WHAT, model, averages, optimizer, scheduler)
+            if model in half_restored or averages in half_restored:
+                raise invalid(
+                    f"{WHAT}: a restore() of this model stopped halfway, and it is a mixture; restore() it again"
+                )
             if model is None and averages is None and state is None and not given.scheduler:
                 raise invalid(
                     f"{WHAT}: nothing is given to save; give model=, averages=, optimizer=, scheduler= or state="
@@ -108,7 +106,9 @@ class Checkpoints:
         files, texts = files_to_save(step, given, {} if state is None else state, team)
         path = self.directory / manifest.directory_of(step)
         write = engine.write_in_background if asynchronous else engine.write
-        return write(files, path, team, lambda: self._retire(step), progress=progress, texts=texts)
+        return write(
+            files, path, team, lambda: self._retire(step), progress=progress, texts=texts, commit=manifest.NAME
+        )
 
     def _retire(self, step: int) -> None:
         clear(self.directory)
@@ -126,17 +126,12 @@ class Checkpoints:
         return restoring.newest(self.directory, team)
 
     def restore(
-        self,
-        model: nn.Module | Literal["skip"] | None = None,
+        self, model: nn.Module | Literal["skip"] | None = None,
         averages: EMA | Literal["from_model", "skip"] | None = None,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Literal["skip"] | None = None,
-        scheduler: Stateful | Mapping[str, Stateful] | Literal["skip"] | None = None,
-        step: int | None = None,
-        *,
-        absent: Mapping[str, str] | None = None,
-        random: bool = True,
-        options: OptionsFrom = "file",
-    ) -> dict[str, Any]:
+        scheduler: Stateful | Mapping[str, Stateful] | Literal["skip"] | None = None, step: int | None = None, *,
+        absent: Mapping[str, str] | None = None, random: bool = True, options: OptionsFrom = "file",
+    ) -> dict[str, Any]:  # fmt: skip
         """Fills what is given from ``step``, by default the newest whole one, and returns ``state`` as it was saved.
         Collective.
 
@@ -160,21 +155,19 @@ class Checkpoints:
                 OSError,
             TimeoutError.
         """
-        team = self._team()
+        team, step = self._team(), None if step is None else whole("step", step)
         asked = {"model": model, "averages": averages, "optimizer": optimizer, "scheduler": scheduler}
         skipped = {name for name, one in asked.items() if isinstance(one, str)}
 
         def check() -> Given:
             for name in skipped:
                 one_of(name, asked[name], ("skip", "from_model") if name == "averages" else ("skip",))
-            for name, how in (absent or {}).items():
+            for name, how in ({} if absent is None else instance("absent", absent, Mapping)).items():
                 if how != _ABSENT.get(name):
                     raise invalid(
                         f"absent={{{name!r}: {how!r}}}; it may have "
                         f"{', '.join(f'{k!r}: {v!r}' for k, v in _ABSENT.items())}"
                     )
-            if step is not None:
-                manifest.checked_step(step)
             named = {name: None if name in skipped else one for name, one in asked.items()}
             given = Given.of(restoring.WHAT, **named)
             if given.optimizer and "model" in skipped:
@@ -183,13 +176,8 @@ class Checkpoints:
 
         given = team.agree(restoring.WHAT, check)
         settle(team.process_group)
-        facts = {
-            "step": step,
-            "skipped": sorted(skipped),
-            "absent": dict(absent or {}),
-            "random": random,
-            "options": options,
-        }
+        facts: dict[str, Any] = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {})}
+        facts |= {"random": random, "options": options}
         team.same(restoring.WHAT, facts)
         step, one, files = restoring.opened(self.directory, step, team)
         where = str(self.directory / manifest.directory_of(step))

@@ -49,4 +49,4 @@ def _bytes(state: torch.Tensor) -> bytes:
 
 
 def _tensor(state: bytes) -> torch.Tensor:
-    return torch.tensor(list(state), dtype=torch.uint8)
+    return torch.tensor(list(state), dtype=torch.uint8, device="cpu")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardow import _core, errors
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import unsupported
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "shardow.checkpoint", 1
@@ -25,7 +25,8 @@ SAVE, STEP = "shardow.save", "shardow.step"  # in the metadata of every file
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 _DIRECTORY = re.compile(r"step-(\d{9,})")
 _CRC = "crc32"
-_CHECKSUM = re.compile(rf', "{_CRC}": "([0-9a-f]{{8}})"\}}\s*$')
+# A save into a directory that was there adds what its files are called now, which the engine looks up.
+_CHECKSUM = re.compile(rf', "{_CRC}": "([0-9a-f]{{8}})"(, "shardow\.files": .*)?\}}\s*$')
 
 
 @dataclass(frozen=True)
@@ -208,9 +209,3 @@ def missing(directory: Path, step: int | None) -> Exception:
     there = ", ".join(map(str, steps_in(directory)[:8])) or "none"
     what = "no whole checkpoint" if step is None else f"no checkpoint of step {step}"
     return errors.make("not_found", f"{directory} has {what}; steps there: {there}")
-
-
-def checked_step(step: object) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise invalid(f"step={step!r}; it must be a whole number of at least 0")
-    return step

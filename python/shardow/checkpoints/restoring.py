@@ -20,14 +20,14 @@ from shardow.base.checks import invalid, warn
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.manifest import Manifest
 from shardow.checkpoints.resumed import Resumed, Wanted
-from shardow.checkpoints.retention import clear
-from shardow.checkpoints.saving import Given, prefix
+from shardow.checkpoints.saving import Given, half_restored, prefix
 from shardow.files import engine
 from shardow.model.extra_state import FromFile
 from shardow.model.match import matched
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Part
+from shardow.ranks.memory import empty
 from shardow.ranks.team import Team
 
 WHAT = "Checkpoints.restore()"
@@ -44,7 +44,6 @@ def newest(root: Path, team: Team) -> int | None:
 
 def _newest_in(root: Path) -> bytes:
     """Lists again where steps came or went meanwhile: another process may save, and remove what was listed."""
-    clear(root)  # which puts back a step that a dead save left aside
     while True:
         steps = manifest.steps_in(root)
         for step in steps:
@@ -185,7 +184,7 @@ class Restoring:
         if self._one.world_size != self._team.size:
             return None
         (ranks, length), _ = self._small.form("random")
-        row = torch.empty(length, dtype=torch.uint8)
+        row = empty([length], torch.uint8)
         region = _core.Region.grid([ranks, length], [[(self._team.rank, self._team.rank + 1)], [(0, length)]])
         self._small.read("random", row, region)
         return row
@@ -196,6 +195,8 @@ class Restoring:
 
     @torch.no_grad()
     def take(self, random: bool) -> Any:
+        filled = {self._given.model, self._given.averages} - {None}
+        half_restored.update(filled)
         if self._averages is not None:
             self._averages.take()
         self._read()
@@ -203,13 +204,14 @@ class Restoring:
         self._team.agree(WHAT, self._put)
         if self._given.averages is not None and self._averages is None:
             self._given.averages.reset()
-        if random and self._random is None:
+        if random and self._random is None and self._team.rank == 0:
             warn(
                 f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "
                 f"{self._team.size}: they stay as they are; random=False says so"
             )
         elif random and self._random is not None:
             generators.give(bytes(self._random.tolist()))
+        half_restored.difference_update(filled)
         return self.state
 
     def _check(self) -> None:

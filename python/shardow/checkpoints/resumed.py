@@ -23,6 +23,7 @@ from shardow.model.local import LocalTensor
 from shardow.model.parts import flat_of
 from shardow.model.view import ModelView
 from shardow.ranks.gather import Part
+from shardow.ranks.memory import empty
 
 
 class Wanted:
@@ -47,7 +48,7 @@ class Wanted:
         if "$tensor" not in mark:
             raise invalid(f"{self._where}: {next(iter(mark))} is nothing that is here")
         shape, dtype = self.form(mark["$tensor"])
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = empty(shape, dtype)
         self.read(mark["$tensor"], tensor, _core.Region.whole(shape))
         return tensor
 
@@ -101,7 +102,7 @@ class _State:
             like.device,
         ):
             return there.detach()
-        return torch.zeros_like(like, dtype=dtype)  # with what is padding of a flat parameter
+        return empty(like.shape, dtype, like.device).zero_()  # with what is padding of a flat parameter
 
 
 class Resumed:
@@ -150,7 +151,7 @@ class Resumed:
         groups: list[Tree] = []
         at = 0
         for options, own in zip(self._groups, self._optimizer.param_groups, strict=True):
-            params = list(range(at, at := at + len(own["params"])))
+            params = range(at, at := at + len(own["params"]))  # torch looks for each parameter in it
             names = {"param_names": own["param_names"]} if "param_names" in own else {}
             groups.append({**own, **options, **names, "params": params})
         self._optimizer.load_state_dict({"state": self._state, "param_groups": groups})
@@ -166,7 +167,7 @@ def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
     if not names:
         return there[number] if number < len(there) else {}
     found = [one for one in there if not set(names).isdisjoint(one["params"])]
-    new = [name for name in names if not any(name in one["params"] for one in found)]
+    new = sorted(set(names).difference(*(one["params"] for one in found)))
     if new or len(found) > 1:
         why = f"'{new[0]}' was in none" if new else f"those with '{names[0]}' were {len(found)} groups"
         raise invalid(

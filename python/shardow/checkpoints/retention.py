@@ -8,6 +8,7 @@ opened: one that takes its place meanwhile keeps its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import stat
@@ -17,7 +18,7 @@ from shardow import _core, errors
 from shardow.base.checks import warn
 from shardow.checkpoints import manifest
 
-_LEFT = re.compile(r"\.(step-\d{9,})\.[0-9a-f]{16}(-old|-spent|-renamed)?\.tmp")  # beside a step, while it is saved
+_LEFT = re.compile(r"\.(step-\d{9,})\.([0-9a-f]{16}|lock)\.tmp")  # beside a step, while it is saved
 
 
 def clear(directory: Path) -> None:
@@ -46,19 +47,31 @@ def retire(directory: Path, just_saved: int, keep: int, keep_every: int | None) 
 
 def _is_whole(at: Path) -> bool:
     try:
-        return manifest.whole(at) is not None
+        files = [(entry.name, entry.stat()) for entry in os.scandir(at)]
+        marks = frozenset((name, facts.st_ino, facts.st_size, facts.st_mtime_ns) for name, facts in files)
+        return _was_whole(at, marks)
     except (errors.Error, OSError):
         return False
 
 
+@functools.lru_cache(4096)
+def _was_whole(at: Path, marks: frozenset[object]) -> bool:
+    """Opens a step once, while its files stay what they are."""
+    return manifest.whole(at) is not None
+
+
 def _remove(at: Path) -> None:
+    _core.clear_dead_saves(at)
     try:
         inside = os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)  # a link is somebody's own
     except OSError:
         return
     try:
-        names = [name for name in os.listdir(inside) if _is_ours(at, name, inside)]
-        for name in [manifest.NAME, *names] if names or _is_manifest(inside) else ():
+        text, save = _manifest(inside)
+        names = [name for name in os.listdir(inside) if _is_ours(at, name, inside, save)]
+        if _manifest(inside)[0] != text:  # another job has saved the step again
+            return
+        for name in [manifest.NAME, *names] if names or save else ():
             with contextlib.suppress(FileNotFoundError):  # another job's removal, or its save
                 os.unlink(name, dir_fd=inside)
             if name == manifest.NAME:
@@ -69,20 +82,23 @@ def _remove(at: Path) -> None:
         os.rmdir(at)
 
 
-def _is_manifest(inside: int) -> bool:
+def _manifest(inside: int) -> tuple[str | None, str | None]:
+    """(the text, the number of its save); None for what is not there, or damaged."""
+    text = None
     with contextlib.suppress(errors.Error):
         text = manifest.text_of(manifest.NAME, inside)
-        return text is not None and manifest.parse(text, "") is not None
-    return False
+        return text, None if text is None else manifest.parse(text, "").save
+    return text, None
 
 
-def _is_ours(at: Path, name: str, inside: int) -> bool:
-    """A file that a save of a checkpoint wrote, whichever."""
+def _is_ours(at: Path, name: str, inside: int, save: str | None) -> bool:
+    """Whether ``save``, or where that is not known any save of a checkpoint, wrote a file."""
     if not name.endswith(".safetensors") or not stat.S_ISREG(
         os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode
     ):
         return False
     try:
-        return manifest.SAVE in _core.Checkpoint.open(Path(f"/proc/self/fd/{inside}") / name).metadata
+        own = _core.Checkpoint.open(Path(f"/proc/self/fd/{inside}") / name).metadata.get(manifest.SAVE)
+        return own is not None and save in (None, own)
     except (errors.Error, OSError):
         return False

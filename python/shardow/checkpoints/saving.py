@@ -12,6 +12,7 @@ import hashlib
 import json
 import secrets
 import struct
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 from shardow import _core
 from shardow.averages.persistence import common_beside, to_save_beside
 from shardow.base import plain
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
 from shardow.ema import EMA
@@ -37,6 +38,8 @@ from shardow.ranks.team import Team
 
 WHAT = "Checkpoints.save()"
 _RANDOM = "random"
+#: Models and averages that a restore() began to fill and did not end: a mixture of two steps, until another one ends.
+half_restored: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,9 @@ class Given:
 
     @staticmethod
     def of(what: str, model: Any, averages: Any, optimizer: Any, scheduler: Any) -> Given:
-        if model is not None and not isinstance(model, nn.Module):
-            raise invalid(f"{what}: model is a {type(model).__name__}; an nn.Module is needed")
-        if averages is not None and not isinstance(averages, EMA):
-            raise invalid(f"{what}: averages is a {type(averages).__name__}; a shardow.EMA is needed")
+        for name, value, kind in (("model", model, nn.Module), ("averages", averages, EMA)):
+            if value is not None:
+                instance(f"{what}: {name}", value, kind)
         optimizers, schedulers = _by_name(optimizer), _by_name(scheduler)
         if optimizers and model is None:
             raise invalid(f"{what}: optimizer= needs model=, which names its parameters")
@@ -61,10 +63,9 @@ class Given:
             **{f"optimizer {k}": v for k, v in optimizers.items()},
             **{f"scheduler {k}": v for k, v in schedulers.items()},
         }.items():
-            if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
-                raise invalid(
-                    f"{what}: {name.strip()} is a {type(one).__name__}, without state_dict() and load_state_dict()"
-                )
+            wanted = ("state_dict", "load_state_dict", *["param_groups"] * name.startswith("optimizer"))
+            if without := [verb for verb in wanted if not hasattr(one, verb)]:
+                raise invalid(f"{what}: {name.strip()} is a {type(one).__name__}, without {' and '.join(without)}")
         return Given(model, averages, optimizers, schedulers)
 
     def kinds(self) -> dict[str, dict[str, str]]:

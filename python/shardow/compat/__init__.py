@@ -6,10 +6,16 @@ how they keep averages, `files` what they write: origins -> ways -> files.
 May import: averages, start, files, model, ranks, base, errors, ema, schedules.
 """
 
+from shardow.base.checks import with_torch
+
 __all__ = [
     "automodel", "bagel", "causal_forcing", "diffusers", "dist_ema", "ema_pytorch", "swa_utils", "timm", "torch_ema",
     "twinkle",
 ]  # fmt: skip
+
+
+with with_torch("shardow.compat"):
+    import torch  # noqa: F401
 
 
 def __dir__() -> list[str]:

@@ -90,8 +90,8 @@ class EMA(nn.Module):
         self.ema_model: Any = None
         if not lazy_init_ema:
             self.init_ema(ema_model if isinstance(ema_model, nn.Module) or ema_model is None else ema_model())
-        self.register_buffer("initted", torch.tensor(False))
-        self.register_buffer("step", torch.tensor(0))
+        self.register_buffer("initted", torch.tensor(False, device=None))
+        self.register_buffer("step", torch.tensor(0, device=None))
 
     def init_ema(self, ema_model: nn.Module | None = None) -> None:
         """Makes the averaged model. Raises ValueError where the model cannot be copied."""
@@ -215,6 +215,14 @@ class EMA(nn.Module):
             _warn_of_rounding(ma_model)
             follower = _following(ma_model, current_model, self._fate)
         follower.update(current_model, decay, 1.0 - decay)
+
+    def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
+        """For a subclass that has its own update_moving_average(); on whichever devices they are."""
+        tgt.copy_(src)
+
+    def inplace_lerp(self, tgt: torch.Tensor, src: torch.Tensor, weight: float) -> None:
+        """As inplace_copy()."""
+        tgt.lerp_(src.to(tgt.device), weight)
 
     def copy_params_from_model_to_ema(self) -> None:
         self._follower(back=False, whole=True).copy(self.model)

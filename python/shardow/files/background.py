@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
+from shardow.base.checks import number
 from shardow.base.signals import Held
+from shardow.ranks.memory import empty
+from shardow.ranks.team import naming
 
 CHANNEL = 1  # of the process group's store: the training thread has its own
 _untold: list[SaveHandle] = []  # failed, and nobody knows
@@ -47,7 +50,8 @@ class SaveHandle:
 
     def _write(self, save: _core.Save, committed: Callable[[], None] | None) -> None:
         try:
-            self._report = save.write()
+            with naming(f"save() to {self._path}"):
+                self._report = save.write()
             if committed is not None:
                 committed()
         except BaseException as error:
@@ -63,7 +67,7 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """Until the checkpoint is on disk under its name; returns what save() returns. Raises save()'s errors, the same
         on every rank; TimeoutError after ``timeout`` seconds, while the save goes on."""
-        if not self._ended.wait(timeout):
+        if not self._ended.wait(None if timeout is None else min(number("timeout", timeout), threading.TIMEOUT_MAX)):
             raise errors.make("timeout", f"{self._path}: not written after {timeout} s; it goes on")
         try:
             if self._error is not None:
@@ -110,7 +114,7 @@ def start(
     size = save.staging_bytes
     if slot.staging is None or slot.staging.numel() < size:
         slot.staging = None
-        slot.staging = torch.empty(size, dtype=torch.uint8)
+        slot.staging = empty([size], torch.uint8)
     save.stage(slot.staging.data_ptr(), size)
     with Held():  # a thread that has begun is known to its slot
         slot.handle = SaveHandle(save, path, committed)

@@ -122,7 +122,7 @@ def full_state_dict(
 
 def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FileParts:
     parts, texts = for_file(held.extra) if team.rank == 0 else ([], {})
-    return FileParts("", [*held.parts, *parts], {**texts, **values_for_file(held.values), **(metadata or {})})
+    return FileParts("", [*held.parts, *parts], {**texts, **values_for_file(held.values), **engine.texts(metadata)})
 
 
 def prepared(

@@ -69,8 +69,8 @@ def claimed(
         if progress is not None:
             progress(done, total)
 
-    if found := team.on_first("save()", lambda: refusal().encode()):
-        raise invalid(found.decode())
+    if text := team.on_first("save()", lambda: os.fsencode(refusal())):
+        raise invalid(os.fsdecode(text))
     if job is None:
         return {}, progress
     return {KEY: json.dumps({"job": job, "ranks": ranks, "digest": digest})}, guarded

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import instance, invalid, unsupported, whole
 from shardow.base.progress import shown
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
@@ -22,20 +22,10 @@ from shardow.model import dtypes
 from shardow.model.storage import engine_view
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import StoreGroup, store_group
-from shardow.ranks.team import Team
+from shardow.ranks.team import Team, naming
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_UNITS = {"": 1, "B": 1} | {f"{unit}{b}": base**k for base, b in ((10**3, "B"), (2**10, "IB"))
+                            for k, unit in enumerate("KMGT", 1)}  # fmt: skip
 
 
 @dataclass
@@ -65,7 +55,7 @@ def opened(path: StrPath, team: Team) -> _core.Checkpoint:
     """Of what the path is now: it stays that version for all who read from it. Collective."""
     settle(team.process_group)
     where = paths.to_read(path)
-    with _several_said(where):
+    with _several_said(where), naming(f"opening {where}"):
         return _core.Checkpoint.open(team.group, where, team.timeout)
 
 
@@ -89,8 +79,9 @@ def write(
 ) -> dict[str, Any]:
     """Saves ``files``. ``committed()`` is called on rank 0 when all is published. Collective."""
     settle(team.process_group)
-    save, _memory = _prepared(team.group, files, path, team, options)
-    report: dict[str, Any] = save.write()
+    with naming(f"save() to {path}"):
+        save, _memory = _prepared(team.group, files, path, team, options)
+        report: dict[str, Any] = save.write()
     if committed is not None and team.rank == 0:
         committed()
     return report
@@ -128,6 +119,11 @@ def _prepared(
     return _core.Save(group, engine_files, target, timeout=team.timeout, progress=progress, **options), memory
 
 
+def texts(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Returns a user's ``metadata=``."""
+    return {} if metadata is None else instance("metadata", metadata, Mapping)
+
+
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
@@ -151,9 +147,15 @@ def read_into(parts: Sequence[Part], found: _core.Checkpoint, team: Team, **opti
     """The engine's load. Collective."""
     reached = _for_engine(parts)
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    report = _core.load(team.group, _views(reached), found, timeout=team.timeout, **told)
+    with naming("load()"):
+        report = _core.load(team.group, _views(reached), found, timeout=team.timeout, **told)
     _bring_back(parts, reached)
     return report
+
+
+def read_part(read: Callable[[_core.TensorView], None], part: Part) -> None:
+    """Fills the part by the ``read()`` of a checkpoint. Not collective."""
+    read(*_views([part]))
 
 
 Choose = Callable[[_core.Checkpoint], tuple[Sequence[Part], bool]]
@@ -174,7 +176,7 @@ def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> di
         return _views(wanted[1]), strict
 
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    with _several_said(where):
+    with _several_said(where), naming(f"load() of {where}"):
         report = _core.load_chosen(team.group, where, views, timeout=team.timeout, **told)
     _bring_back(*wanted)
     return report
@@ -184,7 +186,8 @@ def read_merged(parts: Sequence[Part], inputs: list[_core.MergeInput], team: Tea
     """The engine's load of a merge. Collective."""
     reached = _for_engine(parts)
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    report = _core.load_merged(team.group, _views(reached), inputs, timeout=team.timeout, **told)
+    with naming("load() of what is merged"):
+        report = _core.load_merged(team.group, _views(reached), inputs, timeout=team.timeout, **told)
     _bring_back(parts, reached)
     return report
 
@@ -196,7 +199,8 @@ def write_merged(
     settle(team.process_group)
     target, texts = team.agree("merge()", lambda: (paths.to_write(path), _texts(metadata)))
     told = {**options, "progress": shown(options.get("progress"), f"merge {Path(target).name}", team.rank)}
-    return _core.merge(team.group, inputs, target, metadata=texts, timeout=team.timeout, **told)
+    with naming(f"merge() to {target}"):
+        return _core.merge(team.group, inputs, target, metadata=texts, timeout=team.timeout, **told)
 
 
 def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:
@@ -252,8 +256,8 @@ def dtype_and_limit(dtype: torch.dtype | str | None, max_shard_size: int | str |
 
 def _bytes(size: int | str | None) -> int:
     """0: no limit."""
-    if size is None or isinstance(size, int):
-        return size or 0
+    if not isinstance(size, str):
+        return whole("max_shard_size", 0 if size is None else size)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     if not match or match[2].upper() not in _UNITS:
         raise invalid(f"max_shard_size={size!r}; give bytes, or a size like '5GB' or '500MiB'")

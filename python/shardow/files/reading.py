@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from shardow import _core, errors
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import invalid, number, one_of, unsupported
 from shardow.files import paths
 from shardow.files.paths import StrPath
 
@@ -32,9 +33,9 @@ def choose(keys: Sequence[str], decay: object) -> int:
     if isinstance(decay, _core.Schedule):
         key = decay.key()
     else:
-        key = repr(float(decay)).removesuffix(".0") if isinstance(decay, (int, float)) else str(decay)
+        key = decay if isinstance(decay, str) else repr(number("decay", decay)).removesuffix(".0")
     if key not in keys:
-        raise invalid(f"decay={decay}; this EMA keeps {', '.join(keys)}")
+        raise invalid(f"decay={decay!r}; this EMA keeps {', '.join(keys)}")
     return list(keys).index(key)
 
 
@@ -71,14 +72,13 @@ class Slice:
     def _empty(self, sizes: list[int], ranges: list[range], kept: list[bool]) -> tuple[Any, str, int]:
         """Memory for the result, its dtype in the engine's words, and its address."""
         if self._checkpoint._framework == "torch":
-            import torch
-
             from shardow.model.dtypes import PACKED, dtype_of
+            from shardow.ranks.memory import empty
 
             found = dtype_of(self.name, self.dtype)
             if (packed := PACKED.get(self.dtype, 1)) > 1:
                 sizes = [*sizes[:-1], _packed(self.name, self.dtype, ranges, kept, packed)]
-            tensor = torch.empty(sizes, dtype=found)
+            tensor = empty(sizes, found)
             return tensor, self.dtype, tensor.data_ptr()
         import numpy as np
 
@@ -192,8 +192,7 @@ def open_checkpoint(
     Raises:
         FileNotFoundError; ValueError for what is no safetensors file, or a decay that is not there; OSError.
     """
-    if framework not in (None, "torch", "numpy"):
-        raise invalid(f"framework={framework!r}; it must be 'torch' or 'numpy'")
+    one_of("framework", framework, (None, "torch", "numpy"))
     chosen: Framework = framework or ("torch" if importlib.util.find_spec("torch") else "numpy")
     where = paths.to_read(path)
     if files := _core.ema_files_in(where, beside_a_model=decay is not None):
@@ -230,20 +229,23 @@ def _full(shape: tuple[int, ...], index: Any) -> list[Any]:
     rest = entries[at + 1 :] if dots else []
     missing = len(shape) - at - len(rest)
     if len(dots) > 1 or missing < 0:
-        raise IndexError(f"{index} does not fit {len(shape)} dimensions")
+        raise invalid(f"{index} does not fit {len(shape)} dimensions", IndexError)
     return [*entries[:at], *[slice(None)] * missing, *rest]
 
 
 def _range(name: str, size: int, entry: Any) -> range:
     """Of one dimension."""
     if not isinstance(entry, slice):
-        at = int(entry)
+        try:
+            at = operator.index(entry)
+        except TypeError:
+            raise invalid(f"'{name}': {entry!r} is no index; give whole numbers and slices", IndexError) from None
         if not -size <= at < size:
-            raise IndexError(f"'{name}': index {at} is outside of a dimension of {size}")
+            raise invalid(f"'{name}': index {at} is outside of a dimension of {size}", IndexError)
         return range(at % size, at % size + 1)
     chosen = range(*entry.indices(size))
     if chosen.step < 0:
-        raise IndexError(f"'{name}': slices of a file have positive steps")
+        raise invalid(f"'{name}': slices of a file have positive steps", IndexError)
     return chosen
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from shardow.averages.persistence import export
 from shardow.ema import EMA
 
 #: diffusers' own name.
@@ -15,17 +16,12 @@ _DIFFUSION = "diffusion_pytorch_model.safetensors"
 
 
 def save_pretrained(
-    ema: EMA,
-    model: nn.Module,
-    folder: str | Path,
-    dtype: Any = None,
-    *,
-    main: bool,
-    max_shard_size: int | str | None = None,
-    decay: Any = None,
-) -> None:
+    ema: EMA, model: nn.Module, folder: str | Path, dtype: Any = None, *, main: bool,
+    max_shard_size: int | str | None = None, decay: Any = None,
+) -> None:  # fmt: skip
     """The averages of ``model``, which is unwrapped: of transformers or diffusers, with its configuration; of PEFT, the
-    averaged adapter in its own dtype; of any other, weights alone. Every rank writes its part of them. Collective.
+    averaged adapter in its own dtype; of any other, weights alone. Every rank writes its part of them, by the names and
+    in the form of transformers' own save_pretrained(). Collective.
 
     Args: of EMA.export(), and ``main``: this rank writes all else. A model of diffusers is one file.
     """
@@ -41,11 +37,9 @@ def save_pretrained(
         own(folder, state_dict={})  # first: it removes other weights
         if dtype is not None:
             config = folder / "config.json"
-            config.write_text(
-                json.dumps({**json.loads(config.read_text()), "dtype": str(dtype).removeprefix("torch.")}, indent=2)
-                + "\n"
-            )
+            values = {**json.loads(config.read_text()), "dtype": str(dtype).removeprefix("torch.")}
+            config.write_text(json.dumps(values, indent=2) + "\n")
     if diffusion:
         ema.export(folder / _DIFFUSION, dtype, decay=decay)
     else:
-        ema.export(folder, dtype, max_shard_size=max_shard_size, decay=decay)
+        export(ema._averages, folder, dtype, max_shard_size, decay, None, None, pretrained=True)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardow.base.checks import with_torch
+
 if TYPE_CHECKING:
     from shardow.memory.drawing import Colours, draw, figure
     from shardow.memory.measurement import measure
@@ -34,5 +36,6 @@ if not TYPE_CHECKING:
         import importlib
 
         if name in _HOMES:
-            return getattr(importlib.import_module(f"shardow.memory.{_HOMES[name]}"), name)
+            with with_torch(f"shardow.memory.{name}"):
+                return getattr(importlib.import_module(f"shardow.memory.{_HOMES[name]}"), name)
         raise AttributeError(f"module 'shardow.memory' has no attribute {name!r}")

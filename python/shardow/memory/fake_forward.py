@@ -34,7 +34,11 @@ class Fake:
             )
 
     def kept(self) -> int:
-        """Bytes that autograd keeps at the end of a forward pass in training."""
+        """Bytes that autograd keeps at the end of a forward pass in training. Raises where a kernel keeps memory that
+        no shape tells."""
+        fused = nn.LSTM if self._device.type == "cpu" else nn.RNNBase
+        if hidden := [name or "the model" for name, layer in self.model.named_modules() if isinstance(layer, fused)]:
+            raise unsupported(f"plan(): the kernel of {hidden[0]} keeps memory that torch does not tell; measure()")
         with torch.random.fork_rng(devices=[]), _quiet(), self._mode, torch.enable_grad(), as_in_training(self.model):
             return kept_bytes(self._forward, lambda: [*self.model.parameters(), *self.model.buffers()])
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid
 from shardow.ema import EMA
 from shardow.memory.activations import as_in_training, kept_bytes, storage_bytes, tensors_in
 from shardow.memory.batch import as_arguments
@@ -47,8 +47,7 @@ def measure(
     Raises:
         ValueError: a model on meta; whatever the forward pass raises.
     """
-    if not isinstance(model, nn.Module):
-        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
+    instance("model", model, nn.Module)
     if any(tensor.is_meta for tensor in _tensors(model)):
         raise invalid("measure() runs the model, and some of it is on meta, without values; plan() takes it as it is")
     parts = _Parts(model)

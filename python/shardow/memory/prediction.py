@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from shardow import _core
-from shardow.base.checks import invalid, one_of, unsupported, whole
+from shardow.base.checks import instance, invalid, one_of, unsupported, whole
 from shardow.errors import UnknownOptionError
 from shardow.memory.batch import shape_and_dtype
 from shardow.memory.fake_forward import Fake
 from shardow.memory.optimizer_state import state_bytes
 from shardow.memory.switches import apply, is_switched
+from shardow.model.dtypes import device_of
 from shardow.model.modules import repeated_blocks
 from shardow.model.names import unwrapped
 from shardow.model.slots import by_tensor, slots
@@ -91,12 +92,12 @@ class Layout:
 
 def layout_of(sharding: str, ranks: Any, shards: Any) -> Layout:
     one_of("sharding", sharding, SHARDINGS)
-    whole("ranks", ranks, 1)
+    ranks = whole("ranks", ranks, 1)
     if sharding != "hsdp":
         if shards is not None:
             raise invalid(f"shards={shards!r} is for sharding='hsdp'; with {sharding!r} it follows from ranks")
         return Layout(1, ranks) if sharding in ("plain", "ddp") else Layout(ranks, 1, flat=sharding == "fsdp1")
-    if shards is None or ranks % whole("shards", shards, 1):
+    if shards is None or ranks % (shards := whole("shards", shards, 1)):
         wanted = f"how many of them share one copy of the model: a divisor of {ranks}, not {shards!r}"
         raise invalid(f"sharding='hsdp' on {ranks} ranks needs shards=, {wanted}")
     return Layout(shards, ranks // shards)
@@ -114,18 +115,11 @@ class _Tensor:
 
 
 def plan(
-    model_or_shapes: nn.Module | Mapping[str, Any],
-    ranks: int = 1,
-    sharding: str = "fsdp2",
-    *,
-    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw",
-    batch: Any = None,
-    switches: Mapping[str, Any] | None = None,
-    shards: int | None = None,
-    averages: int = 1,
-    loss: Callable[[Any], Any] | None = None,
-    device: torch.device | str | None = None,
-) -> Usage:
+    model_or_shapes: nn.Module | Mapping[str, Any], ranks: int = 1, sharding: str = "fsdp2", *,
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw", batch: Any = None,
+    switches: Mapping[str, Any] | None = None, shards: int | None = None, averages: int = 1,
+    loss: Callable[[Any], Any] | None = None, device: torch.device | str | None = None,
+) -> Usage:  # fmt: skip
     """Predicts what training will hold on the fullest rank, in bytes.
 
     Weights, gradients, optimizer, averages, activations, and their total. Local; allocates nothing, and leaves the
@@ -160,10 +154,11 @@ def plan(
     Raises:
         ValueError: options or shapes that make no sense, a model that is sharded already, a batch that the model
             refuses.
-        NotImplementedError: a forward pass that depends on values, an optimizer that can't step on meta.
+        NotImplementedError: a forward pass that depends on values, nn.LSTM with a batch, an optimizer that can't step
+            on meta.
     """
     layout = layout_of(sharding, ranks, shards)
-    whole("averages", averages, 0)
+    averages = whole("averages", averages)
     wanted = _wanted(switches)
     model = _plain(model_or_shapes) if isinstance(model_or_shapes, nn.Module) else None
     tensors = list(_of_model(model) if model is not None else _of_shapes(model_or_shapes))
@@ -215,7 +210,7 @@ def _wanted(switches: Mapping[str, Any] | None) -> dict[str, Any]:
     """What is on; memory.apply()'s own defaults for what is not said."""
     if switches is None:
         return _OFF
-    if unknown := set(switches) - set(_OFF):
+    if unknown := set(instance("switches", switches, Mapping)) - set(_OFF):
         raise UnknownOptionError(
             f"switches: memory.apply() takes {', '.join(_OFF)}, not {', '.join(sorted(map(str, unknown)))}"
         )
@@ -264,7 +259,7 @@ def _device(model: nn.Module, device: Any) -> torch.device:
     """Whose kernels are planned for: what was said, or where the model is, or what is there."""
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is not None:
-        chosen = torch.device(device)
+        chosen = device_of(device)
         if chosen.type not in ("cpu", there.type if there else "cpu"):
             way_out = f"leave it out to plan for {there or 'the CPU'}"
             raise unsupported(

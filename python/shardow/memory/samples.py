@@ -110,7 +110,7 @@ def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) ->
         return None
     from shardow.ranks.team import Team
 
-    return Team(group or torch.distributed.group.WORLD, seconds(timeout))
+    return Team(torch.distributed.group.WORLD if group is None else group, seconds(timeout))
 
 
 class Sampler:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils.checkpoint import checkpoint
 
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid, warn
 from shardow.model.modules import is_container, repeated_blocks
 from shardow.model.names import walk
 
@@ -19,25 +20,38 @@ Forward = Callable[..., Any]
 Blocks = bool | str | Callable[[str, nn.Module], bool]
 
 
+class Switch:
+    """A module's forward with a switch on it, until ``is_off``. A deep copy's is of its own module."""
+
+    def __init__(self, module: nn.Module, wrap: Forward) -> None:
+        self.module, self.wrap, self.forward = module, wrap, module.forward
+        self.had_own, self.is_off = "forward" in module.__dict__, False
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs) if self.is_off else self.wrap(self.module, self.forward, *args, **kwargs)
+
+
 class Switches:
-    """What apply() put on a model. ``remove()`` takes it off, once; a block of ``with`` does so at its end."""
+    """What apply() put on a model. ``remove()`` takes it off, in any order with others; a block of ``with`` does so at
+    its end.
+    """
 
     def __init__(self) -> None:
-        self._put: list[tuple[nn.Module, Callable[..., Any], bool]] = []
+        self._put: list[Switch] = []
 
-    def put(self, module: nn.Module, wrap: Forward) -> None:
-        had_own = "forward" in module.__dict__
-        before = module.forward
-        module.forward = functools.partial(wrap, module, before)  # a deep copy's is of its own module
-        self._put.append((module, before, had_own))
+    def put(self, module: nn.Module, wrap: Forward, *options: Any) -> None:
+        self._put.append(Switch(module, functools.partial(wrap, *options)))
 
     def remove(self) -> None:
         while self._put:
-            module, before, had_own = self._put.pop()
-            if had_own:
-                module.forward = before
-            else:
-                module.__dict__.pop("forward", None)
+            removed = self._put.pop()
+            removed.is_off = True
+            while isinstance(top := removed.module.__dict__.get("forward"), Switch) and top.is_off:
+                if top.had_own:
+                    top.module.forward = top.forward
+                else:
+                    del top.module.forward
 
     def __enter__(self) -> Switches:
         return self
@@ -48,20 +62,21 @@ class Switches:
 
 def is_switched(module: nn.Module) -> bool:
     """True where a switch is on it."""
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, functools.partial) and forward.func in (_checkpointed, _without_weights, _autocast)
+    return isinstance(module.__dict__.get("forward"), Switch)
 
 
 def apply(
-    model: nn.Module, bf16: bool = True, activation_checkpointing: Blocks = True, *, attention_weights: bool = False
-) -> Switches:
+    model: nn.Module, bf16: bool = True, activation_checkpointing: Blocks = True, *, attention_weights: bool = False,
+    bf16_outputs: bool = False,
+) -> Switches:  # fmt: skip
     """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block.
 
     Names, parameters and hooks stay; sharded models too.
 
     Args:
         bf16: forward in training runs under ``torch.autocast(..., torch.bfloat16)``; weights and optimizer stay as they
-            are. In evaluation nothing changes.
+            are, and outputs are float32, as is a loss that is computed of them. In evaluation nothing changes. A CUDA
+            device without bfloat16 goes on in the weights' own dtype, with a warning.
         activation_checkpointing: True or "blocks": the repeated blocks (members of a ModuleList or Sequential that has
             several of their class), or those that a predicate of (name, module) chooses (of what lies in another that
             it chooses, the outermost), keep their inputs alone in a training forward, and are run again in backward
@@ -70,10 +85,12 @@ def apply(
         attention_weights: False: calls of nn.MultiheadAttention that do not say ``need_weights`` give None for them, so
             that they are never built; also in evaluation. Values differ in the last digits, since another kernel
             computes them.
+        bf16_outputs: outputs stay bfloat16, as they do where forward is called under the caller's own autocast.
 
     Raises:
         ValueError: there are no such blocks.
     """
+    instance("memory.apply(): model", model, nn.Module)
     chosen, switches = _chosen(model, activation_checkpointing), Switches()
     for module in chosen:
         switches.put(module, _checkpointed)
@@ -82,7 +99,7 @@ def apply(
             if isinstance(module, nn.MultiheadAttention):
                 switches.put(module, _without_weights)
     if bf16:
-        switches.put(model, _autocast)
+        switches.put(model, _autocast, bf16_outputs)
     return switches
 
 
@@ -115,21 +132,30 @@ def _checkpointed(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
 
 
 def _without_weights(
-    module: nn.Module,
-    forward: Forward,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *args: Any,
+    module: nn.Module, forward: Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     if len(args) < 2:  # (key_padding_mask, need_weights, ...)
         kwargs.setdefault("need_weights", False)
     return forward(query, key, value, *args, **kwargs)
 
 
-def _autocast(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    if not module.training:
+def _autocast(outputs: bool, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    if not module.training or not _has_bf16(device):
         return forward(*args, **kwargs)
-    with torch.autocast(next((p.device.type for p in module.parameters()), "cpu"), torch.bfloat16):
-        return forward(*args, **kwargs)
+    keeps = outputs or torch.is_autocast_enabled(device)  # the caller's goes on with bfloat16
+    with torch.autocast(device, torch.bfloat16):
+        result = forward(*args, **kwargs)
+    wide = {torch.bfloat16: torch.float32}
+    return result if keeps else _apply_to_tensors(lambda out: out.to(wide.get(out.dtype, out.dtype)), result)
+
+
+def _has_bf16(device: str) -> bool:
+    """Returns False, with a warning, on a CUDA device that has no bfloat16 or emulates it."""
+    if device != "cuda" or not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
+        return True
+    warn(
+        "memory.apply(bf16=True): this CUDA device has no bfloat16; forward runs in the weights' dtype", RuntimeWarning
+    )
+    return False

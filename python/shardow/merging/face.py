@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core
-from shardow.base.checks import invalid, seconds, whole
+from shardow.base.checks import invalid, number, seconds, several, whole
 from shardow.base.progress import Progress
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
@@ -49,6 +48,8 @@ def merged(
     if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence):
         raise invalid(f"inputs={inputs!r}; give a list of paths")
     read = [paths.to_read(path) for path in inputs]
+    named = {"weights": weights, "steps": steps}
+    weights, steps = (None if value is None else several(name, value) for name, value in named.items())
     rules = {"weights": weights, "ema": ema, "lawa": lawa, "curve": curve}
     if len(given := [name for name, value in rules.items() if value is not None]) > 1:
         raise invalid(f"{' and '.join(f'{name}=' for name in given)}: one rule gives the coefficients")
@@ -60,14 +61,14 @@ def merged(
         if values is not None and len(values) != len(read):
             raise invalid(f"{name}= has {len(values)} numbers for {len(read)} inputs")
     rule: dict[str, Any] = {
-        "weights": None if weights is None else [_number("weights", one) for one in weights],
+        "weights": None if weights is None else [number("weights", weight) for weight in weights],
         "normalize": bool(normalize),
-        "ema": None if ema is None else _number("ema", ema),
+        "ema": None if ema is None else number("ema", ema),
         "per_step": bool(per_step),
         "lawa": None if lawa is None else whole("lawa", lawa, 1),
         "curve": curve if curve is None else str(curve),
     }
-    return Merged(read, rule, None if steps is None else [_step(step) for step in steps], key)
+    return Merged(read, rule, None if steps is None else [whole("steps", step, 0, _MOST_STEPS) for step in steps], key)
 
 
 def merge(
@@ -104,47 +105,17 @@ def merge(
             NotImplementedError: element types below 16 bits. OSError, TimeoutError. Nothing is published then.
     """
     what = merged(
-        inputs,
-        weights=weights,
-        normalize=normalize,
-        ema=ema,
-        per_step=per_step,
-        lawa=lawa,
-        curve=curve,
-        steps=steps,
+        inputs, weights=weights, normalize=normalize, ema=ema, per_step=per_step, lawa=lawa, curve=curve, steps=steps,
         key=key,
-    )
+    )  # fmt: skip
     everybody = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     team = Team(everybody if group is None else group, seconds(timeout))
-    if kept := {_core.MERGE_KEY} & set(metadata or {}):
+    if kept := {_core.MERGE_KEY} & set(engine.texts(metadata)):
         raise invalid(f"metadata: {kept.pop()} is where a merge says what it was made of")
     opened = what.open("merge()", team)
     options = team.agree("merge()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
     report = engine.write_merged(
-        opened.inputs,
-        out,
-        team,
-        formula=opened.coefficients.formula,
-        metadata=metadata or {},
-        verify=verify,
-        progress=progress,
-        **options,
-    )
+        opened.inputs, out, team, formula=opened.coefficients.formula, metadata=metadata or {}, verify=bool(verify),
+        progress=progress, **options,
+    )  # fmt: skip
     return {**report, "formula": opened.coefficients.formula, "index_error": opened.coefficients.index_error}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise invalid(f"{name}= has {value!r}; it must be a number") from None
-
-
-def _step(value: Any) -> int:
-    try:
-        step = operator.index(value)
-    except TypeError:
-        step = -1
-    if not 0 <= step <= _MOST_STEPS:
-        raise invalid(f"steps= has {value!r}; a step is a whole number from 0 to 2^53")
-    return step

@@ -5,17 +5,21 @@ what is in it."""
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardow import _core, errors
 from shardow.base.checks import invalid
 from shardow.model import dtypes
+from shardow.model.local import oddity
+from shardow.ranks.memory import empty
 
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
 
@@ -28,15 +32,31 @@ def is_foreign(path: Path) -> bool:
     return is_dcp(path) or path.suffix.lower() in _PICKLES
 
 
+@contextlib.contextmanager
+def _gate(path: Path) -> Iterator[None]:
+    """Whatever torch raises within the block, and it raises anything where a file is damaged, is an error of Shardow's
+    that names the path."""
+    try:
+        yield
+    except errors.Error:
+        raise
+    except OSError as error:
+        code = "not_found" if isinstance(error, FileNotFoundError) else "io"
+        raise errors.make(code, f"{path}: {error.strerror or error}", error.errno or 0) from None
+    except Exception as error:
+        raise errors.make("corrupt", f"{path} is damaged, or no file of torch's: {error!r}") from None
+
+
 def parts_of(path: Path, key: str | None) -> _core.InParts:
-    """Raises ValueError for what has no tensors, or none under ``key``; FileNotFoundError, OSError."""
-    forms, read = _dcp(path, key) if is_dcp(path) else _pickled(path, key)
+    """Raises ValueError for what has no tensors, none under ``key``, or is damaged; FileNotFoundError, OSError."""
+    with _gate(path):
+        forms, read = _dcp(path, key) if is_dcp(path) else _pickled(path, key)
     if not forms:
         raise invalid(f"{path} has no tensors{'' if key is None else f' under {key!r}'}")
     if odd := [name for name in forms if not isinstance(name, str) or "\0" in name]:
         raise invalid(f"{path}: {odd[0]!r} is no name of a tensor; say where the weights are: key=")
     named = {name: (dtypes.name_of(name, dtype), list(size)) for name, (dtype, size) in forms.items()}
-    return _core.InParts(named, _Latest(read))
+    return _core.InParts(named, _Latest(path, read))
 
 
 Forms = dict[str, tuple[torch.dtype, torch.Size]]
@@ -47,15 +67,16 @@ Read = Callable[[str, int], tuple[torch.Tensor, int]]
 class _Latest:
     """What was asked for last stays: the engine copies from its memory until it asks for what is elsewhere."""
 
-    def __init__(self, read: Read) -> None:
-        self._read = read
-        self._tensor = torch.empty(0)
+    def __init__(self, path: Path, read: Read) -> None:
+        self._path, self._read = path, read
+        self._tensor = torch.empty(0, device="cpu")
 
     def __call__(self, name: str, element: int) -> tuple[int, int, int]:
         """(address, first element, the one after the last)."""
-        self._tensor = torch.empty(0)  # not both at once
-        found, begin = self._read(name, element)
-        self._tensor = found.detach().contiguous()
+        self._tensor = torch.empty(0, device="cpu")  # not both at once
+        with _gate(self._path):
+            read, begin = self._read(name, element)
+            self._tensor = read.detach().resolve_conj().resolve_neg().contiguous()
         return self._tensor.data_ptr(), begin, begin + self._tensor.numel()
 
 
@@ -82,6 +103,12 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
         if isinstance(one, TensorStorageMetadata) and name.startswith(prefix)
     }
 
+    for name, tensor in stored.items():
+        shape = list(tensor.size)
+        chunks = [[[(at, at + size)] for at, size in zip(c.offsets, c.sizes, strict=True)] for c in tensor.chunks]
+        if not _core.covers_once([_core.Region.grid(shape, intervals) for intervals in chunks]):
+            raise errors.make("corrupt", f"{path}: the stored chunks of '{name}' overlap or leave a hole")
+
     class Into(DefaultLoadPlanner):
         def __init__(self, tensor: torch.Tensor) -> None:
             super().__init__()
@@ -94,15 +121,17 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
         """The steps of torch's load(), which is collective where there is a process group, and would read whole
         tensors.
         """
-        one = stored[name]
-        first, last = (0, 1) if not one.size or not one.size.numel() else _band(element, one.size, one.chunks)
-        tensor = torch.empty((last - first, *one.size[1:]) if one.size else (), dtype=one.properties.dtype)
-        band = ChunkStorageMetadata(torch.Size([first, *[0] * (len(one.size) - 1)] if one.size else []), tensor.size())
+        entry = stored[name]
+        first, last = (0, 1) if not entry.size or not entry.size.numel() else _band(element, entry.size, entry.chunks)
+        tensor = empty((last - first, *entry.size[1:]) if entry.size else (), entry.properties.dtype)
+        band = ChunkStorageMetadata(
+            torch.Size([first, *[0] * (len(entry.size) - 1)] if entry.size else []), tensor.size()
+        )
         reader = FileSystemReader(path)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = LoadPlan(create_read_items_for_chunk_list(prefix + name, one, [band]))
+        plan = LoadPlan(create_read_items_for_chunk_list(prefix + name, entry, [band]))
         reader.read_data(reader.prepare_global_plan([reader.prepare_local_plan(plan)])[0], Into(tensor)).wait()
-        return tensor, first * math.prod(one.size[1:])
+        return tensor, first * math.prod(entry.size[1:])
 
     return {name: (one.properties.dtype, one.size) for name, one in stored.items()}, read
 
@@ -115,24 +144,25 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
         state = state[key]
     entries = state if isinstance(state, Mapping) else {}
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)}
-    inner = [name for name, entry in entries.items() if isinstance(entry, Mapping)]
-    if not tensors and inner:
-        raise invalid(
-            f"{path} has no tensors at its top; say where the weights are: key={inner[0]!r}, of "
-            f"{', '.join(map(str, inner))}"
-        )
+    leaves = {name: tree_leaves(entry) for name, entry in entries.items() if name not in tensors}
+    if inner := [name for name in leaves if any(isinstance(leaf, torch.Tensor) for leaf in leaves[name])]:
+        where = f"{', '.join(map(repr, inner))}{f' beside {next(iter(tensors))!r}' if tensors else ''}"
+        raise invalid(f"{path} has tensors under {where}; say where the weights are: key={inner[0]!r}")
+    for name, tensor in tensors.items():
+        if odd := "is on meta, without values" if tensor.is_meta else oddity(tensor):
+            raise invalid(f"{path}: '{name}' {odd}; leave it out")
     return {name: (one.dtype, one.shape) for name, one in tensors.items()}, lambda name, _: (tensors[name], 0)
 
 
 def _loaded(path: Path) -> Any:
-    for mapped in (True, False):  # files of before torch 1.6 can't be mapped
+    for mapped in (True, False):  # files of before torch 1.6 can't be mapped, nor can paths that are no UTF-8
         try:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        except (RuntimeError, UnicodeEncodeError):
+            if not mapped:
+                raise
         except pickle.UnpicklingError as error:
             raise errors.make(
-                "corrupt", f"{path} has more in it than tensors, which would have to be run to be read: {error}"
+                "corrupt", f"{path} is damaged, or has more in it than tensors, which would have to be run: {error}"
             ) from None
-        except RuntimeError as error:
-            if not mapped:
-                raise errors.make("corrupt", f"{path} is no file of torch.save(): {error}") from None
     raise AssertionError

@@ -5,7 +5,7 @@ are open.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,16 @@ class Opened:
 
 @dataclass(frozen=True)
 class Newest:
-    """What the input of the latest step holds, as a file tells it: {name: (dtype, shape)}."""
+    """What the input of the latest step holds, as a file tells it: {name: (dtype, shape)}. ``inputs``: all of the
+    merge."""
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     metadata: dict[str, str]
+    inputs: Sequence[_core.MergeInput] = ()
+
+    def read(self, view: _core.TensorView) -> None:
+        """Fills a view from the merged tensor of its name. Not collective."""
+        _core.load_merged(_core.solo(), [view], self.inputs, strict=False)
 
 
 class Merged:
@@ -57,7 +63,7 @@ class Merged:
             for path, (source, _), step in zip(self.inputs, found, steps, strict=True)
         ]
         ordered, coefficients, newest = team.agree(what, lambda: _core.weigh(inputs, **self._rule))
-        return Opened(ordered, coefficients, found[self.inputs.index(newest)][1])
+        return Opened(ordered, coefficients, replace(found[self.inputs.index(newest)][1], inputs=ordered))
 
     def _open(self, what: str, path: str, team: Team) -> tuple[Any, Newest]:
         if team.agree(what, lambda: foreign.is_foreign(Path(path))):

@@ -15,7 +15,8 @@ from shardow.model.slots import Slot, slots
 
 WAY_OUT = (
     "make the EMA after the model has its final form, "
-    "or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False)"
+    "or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False); "
+    "old.detach() ends its updates"
 )
 
 
@@ -30,7 +31,7 @@ class Found(Slot):
 
     @classmethod
     def at(cls, slot: Slot, local: LocalTensor, adapter: Adapter, tied: bool = False) -> Found:
-        held = (slot.name, slot.owner, slot.key, slot.recorded, slot.kind, slot.module)
+        held = (slot.name, slot.key, slot.recorded, slot.kind, slot.module)
         return cls(*held, local=local, adapter=adapter, tied=tied)
 
     def memory(self, now: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,6 +1,9 @@
-"""What dtypes are called in files and by the engine: the one table, from torch's to theirs and back."""
+"""Names of dtypes in files and in the engine: the one table, from torch's to theirs and back; and devices as
+users name them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -36,11 +39,19 @@ def dtype_of(what: str, name: str) -> torch.dtype:
     return found
 
 
+def device_of(device: Any) -> torch.device:
+    """A user's ``device=``. Raises ValueError for what is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise invalid(f"device={device!r}; give a device of torch's, e.g. torch.device('cpu') or 'cuda:1'") from None
+
+
 def floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A user's ``dtype=``. Raises ValueError for what is no floating dtype of files."""
     if dtype is None:
         return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or found not in NAMES or not found.is_floating_point:
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or chosen not in NAMES or not chosen.is_floating_point:
         raise invalid(f"dtype={dtype!r}; give a floating dtype, e.g. torch.bfloat16 or 'bfloat16'")
-    return found
+    return chosen

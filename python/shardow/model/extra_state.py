@@ -16,6 +16,7 @@ from shardow.base.checks import warn
 from shardow.model.dtypes import dtype_of
 from shardow.model.names import clean_file_key, join, walk
 from shardow.ranks.gather import Part
+from shardow.ranks.memory import empty
 
 KEY = "_extra_state"
 METADATA = "shardow.extra_state"  # of a header: {name: value} in JSON
@@ -71,7 +72,7 @@ class FromFile:
         self.parts: list[Part] = []
         for key, name in self.keys.items():
             dtype, shape = there[key]
-            self.values[name] = torch.empty(tuple(shape), dtype=dtype_of(key, dtype))
+            self.values[name] = empty(shape, dtype_of(key, dtype))
             self.parts.append(Part(key, self.values[name].view(-1), _core.Region.whole(list(shape))))
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid
 from shardow.model import zero3
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
@@ -54,6 +54,7 @@ def choose_group(
     ranks = {rank for group in {id(g): g for g in groups}.values() for rank in dist.get_process_group_ranks(group)}
     ranks |= {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
     if given is not None:
+        instance("group", given, dist.ProcessGroup)
         outside = ranks - set(dist.get_process_group_ranks(given))
         if outside:
             raise invalid(f"the model is shared by ranks {sorted(ranks)}; group= lacks {sorted(outside)} of them")

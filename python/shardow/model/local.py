@@ -33,6 +33,10 @@ class LocalTensor:
     sharded: bool = False
     aliases: tuple[str, ...] = ()
 
+    def is_in_order(self) -> bool:
+        """Returns whether the memory is the elements, one after another."""
+        return self.tensor.is_contiguous() and not self.tensor.is_neg()
+
     def flat(self) -> torch.Tensor:
         """The elements in order, 1-D: the tensor's own memory, or a copy where they don't lie so."""
         plain = self.tensor.resolve_conj().resolve_neg()

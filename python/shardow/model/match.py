@@ -6,7 +6,7 @@ tensor's other names, then by names without what wrappers, DDP and PEFT put into
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -15,8 +15,10 @@ import torch
 from shardow.base.checks import SHOWN, first_of, invalid
 from shardow.model.names import clean_file_key, without_adapter
 from shardow.model.parts import Held
+from shardow.ranks.gather import Part
 
 T = TypeVar("T")
+_BLOCK = 1 << 20  # elements that are compared at a time
 
 #: Ends the message where parts of tensors are other parts than this rank's.
 RESHARDS = (
@@ -147,15 +149,14 @@ def matched(held: Held, available: Collection[str], where: str = "the file") -> 
         cleaned[clean_file_key(key)].append(key)
     found: dict[str, str] = {}
     taken: dict[str, str] = {}
-    for part in held.parts:
-        names = held.names[part.name]
-        exact = next((name for name in names if name in there), None)
-        chosen = _alike(part.name, names, cleaned, where) if exact is None else exact
+    for name in dict.fromkeys(part.name for part in held.parts):
+        names = held.names[name]
+        chosen = next((alias for alias in names if alias in there), None) or _alike(name, names, cleaned, where)
         if chosen is None:
             continue
         if chosen in taken:
-            raise invalid(f"'{chosen}' in {where} could be '{taken[chosen]}' or '{part.name}' here; rename it there")
-        found[part.name], taken[chosen] = chosen, part.name
+            raise invalid(f"'{chosen}' in {where} could be '{taken[chosen]}' or '{name}' here; rename it there")
+        found[name], taken[chosen] = chosen, name
     return found
 
 
@@ -168,12 +169,33 @@ def _alike(name: str, names: Collection[str], cleaned: Mapping[str, list[str]], 
 
 
 def unexpected(held: Held, keys: Mapping[str, str], available: Collection[str]) -> list[str]:
-    """What is there and not here. A tied tensor may be there under all its names: one of them is read."""
-    used = set(keys.values())
-    rest = [key for key in available if key not in used]
-    if not rest:
-        return []
-    others = {clean_file_key(alias) for names in held.names.values() for alias in names} - set(
-        map(clean_file_key, used)
-    )
-    return [key for key in rest if clean_file_key(key) not in others]
+    """Returns what is there and not here. A tied tensor may be there under all its names."""
+    known = doubles(held, keys, available).keys() | keys.values()
+    return [key for key in available if key not in known]
+
+
+def doubles(held: Held, keys: Mapping[str, str], available: Collection[str]) -> dict[str, str]:
+    """Returns {key there: name here} of further names of tied tensors, of which ``keys`` has one each."""
+    taken = set(keys.values())
+    forms = {key: clean_file_key(key) for key in available if key not in taken}
+    used = set(map(clean_file_key, taken if forms else ()))
+    names = {clean_file_key(alias): name for name in (keys if forms else ()) for alias in held.names[name]}
+    return {key: names[form] for key, form in forms.items() if form in names and form not in used}
+
+
+def refuse_untied(
+    held: Held, keys: Mapping[str, str], available: Collection[str], read: Callable[[Part], None]
+) -> None:
+    """Raises ValueError where a source has other values under another name of a tied tensor. Compares this rank's
+    parts, in blocks, which ``read()`` fills from the tensor of their name."""
+    parts = {part.name: part for part in held.parts}
+    for key, name in doubles(held, keys, available).items():
+        _, flat, region = parts[name]
+        for begin in range(0, region.size, _BLOCK):
+            window = region.window(begin, min(begin + _BLOCK, region.size))
+            blocks = torch.empty(2, window.size, dtype=flat.dtype, device="cpu")
+            read(Part(keys[name], blocks[0], window))
+            read(Part(key, blocks[1], window))
+            if not torch.equal(*blocks.view(torch.uint8)):
+                names = f"'{keys[name]}' and '{key}' differ in the source, and are one tensor here"
+                raise invalid(f"{names}, '{name}'; untie them here, or leave one of them out there")

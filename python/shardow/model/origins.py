@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid
 from shardow.model.dtensor import region_of, sharded_like
 from shardow.model.names import walk
 from shardow.model.slots import slots
@@ -54,6 +54,7 @@ Bindings = list[Places]  # by parameter group, where each of its parameters is
 def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
     """Where the optimizer's parameters are in the model, though other objects may be there now. Raises, before anything
     has changed, for one that is nowhere."""
+    instance("optimizer", optimizer, torch.optim.Optimizer)
     found: Bindings = []
     for number, (group, known) in enumerate(zip(optimizer.param_groups, known_places(optimizer, model), strict=True)):
         found.append([place for place in known if place is not None])

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardow import _core
 from shardow.base import plain
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import instance, invalid, unsupported
 from shardow.model.dtensor import region_of
 from shardow.model.extra_state import KEY, extra_states, give
 from shardow.model.groups import group_of_model
@@ -101,6 +101,7 @@ def _of_mapping(state: Mapping[str, Any], group: dist.ProcessGroup | None, savin
     first = group is None or dist.get_rank(group) == 0
     held = Held([], {name: (name,) for name in state}, group)
     for name, tensor in state.items():
+        instance("a tensor's name", name, str)
         if saving and name.endswith(KEY) and not isinstance(tensor, torch.Tensor):
             held.extra[name] = tensor
             continue

@@ -37,7 +37,7 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     holes: whole layers that come and go left 64 MiB there."""
     count = math.prod(shape)
     if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
 

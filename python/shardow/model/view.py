@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import instance, invalid, unsupported
 from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
@@ -126,8 +125,8 @@ class ModelView:
             self._dtensors.reset()
 
     def unchanged(self) -> bool:
-        """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.03 us a
-        parameter."""
+        """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.08 us a
+        parameter after an optimizer's step."""
         if not (
             self._watch.tree_same()
             and self._watch.memory_same()
@@ -204,18 +203,14 @@ class ModelView:
     # ---- identity
 
     def _record(self, parameters: Iterable[Slot]) -> None:
-        """What unchanged() compares with. Every dict of every module: a replaced module leaves the old parameters in
-        place, out of the model."""
+        """What unchanged() compares with. Every module: a replaced one leaves the old parameters in place, out of the
+        model."""
         self._slots = [*parameters]
-        modules = modules_of(self.model)
-        dicts: list[dict[str, Any]] = [
-            *(module._parameters for module in modules),
-            *(module._modules for module in modules),
-        ]
+        modules = [module.__dict__ for module in modules_of(self.model)]
         objects = [one.recorded for one in self._found if not oddity(one.local.tensor)]
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
-        self._watch = _core.Watch(dicts, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind)
+        self._watch = _core.Watch(modules, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
 
@@ -261,8 +256,9 @@ def find(
     """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one
     whose meshes do not tell their group. ``strided``: tensors whose elements don't lie one after another are found too,
     else refused; ``odd``: also what has no elements in memory (sparse, nested, quantised, made of other tensors)."""
-    if not isinstance(model, nn.Module):
-        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
+    instance("model", model, nn.Module)
+    if group is not None:
+        instance("group", group, dist.ProcessGroup)
     with _disable_current_modes():  # whatever somebody does with operations of his own meanwhile
         return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.checks import invalid
+from shardow.ranks.memory import empty
 from shardow.ranks.team import Team
 from shardow.ranks.transfers import begun, carrier, finish
 
@@ -81,7 +82,7 @@ class Gatherer:
                 orders = {r: bytes(any(rank == r for rank, _ in who) for who in senders) for r in everybody}
             except Exception as error:
                 failed = error
-                orders = {r: _REFUSED + str(error).encode() for r in everybody}
+                orders = {r: _REFUSED + str(error).encode(errors="backslashreplace") for r in everybody}
         mine = self._team.mail(self._what, orders, [0])[0]
         if failed is not None:
             raise failed
@@ -99,7 +100,7 @@ class Gatherer:
 
     def _receive(self, i: int) -> torch.Tensor:
         part = self._parts[i]
-        full = torch.empty(part.region.shape, dtype=part.flat.dtype)
+        full = empty(part.region.shape, part.flat.dtype)
         for rank, region in self._senders[i]:
             if rank == 0:
                 place(part.flat.cpu(), region, full)
@@ -108,7 +109,7 @@ class Gatherer:
             for window in (
                 region.window(begin, min(begin + each, region.size)) for begin in range(0, region.size, each)
             ):
-                block = torch.empty(window.size, dtype=part.flat.dtype, device=self._carrier(part.flat))
+                block = empty([window.size], part.flat.dtype, self._carrier(part.flat))
                 self._move(dist.irecv, block, rank, group_src=rank)
                 place(block.cpu(), window, full)
         return full

@@ -47,7 +47,7 @@ _INLINE = 1024  # bytes of an answer that is a verdict's part
 
 
 def failure(code: str, message: str) -> bytes:
-    return f"-{code} {message}".encode(errors="replace")
+    return f"-{code} {message}".encode(errors="backslashreplace")
 
 
 def framed(body: bytes) -> bytes:
@@ -71,7 +71,7 @@ def as_given(said: bytes) -> bytes:
 def raise_for(said: bytes) -> None:
     body = body_of(said)
     if body.startswith(b"-"):
-        code, _, message = body[1:].decode().partition(" ")
+        code, _, message = body[1:].decode(errors="backslashreplace").partition(" ")
         raise errors.make(code, message)
 
 

@@ -271,7 +271,7 @@ class StoreGroup(_core.Group):
         try:
             total = self._reduced(mine, combine, left)
         except errors.Error as error:
-            wrong = f"{error.code} {error}".encode()
+            wrong = f"{error.code} {error}".encode(errors="backslashreplace")
         except BaseException:
             self.skip(f"all_reduce({op})")
             raise
@@ -355,9 +355,9 @@ def _refuse(words: list[bytes]) -> tuple[bytes, Sequence[bytes]]:
     the least.
     """
     said = sorted((one for one in words if one), key=lambda one: _NO_BLOCK.encode() in one)
-    code, _, message = said[0].decode().partition(" ")
+    code, _, message = said[0].decode(errors="backslashreplace").partition(" ")
     raise errors.make(code, message)
 
 
 def _tensor(data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -186,7 +186,7 @@ class Server(_Side):
         return texts
 
     def _send_message(self, source: _Recent, message: Message, wants: Sequence[Want], rank: int) -> None:
-        data = torch.empty(0)
+        data = torch.empty(0, device="cpu")
         if self.failed is None:
             with self.keeping_step():
                 data = _filled(source, message, wants).to(self._device)
@@ -251,7 +251,7 @@ def _filled(source: _Recent, message: Message, wants: Sequence[Want]) -> torch.T
     there = stretch(source[first.key], message[0].region) if len(message) == 1 else None
     if there is not None and there.dtype == first.dtype:
         return there.view(torch.uint8)
-    packed = torch.empty(_length(message), dtype=torch.uint8)
+    packed = torch.empty(_length(message), dtype=torch.uint8, device="cpu")
     for piece in message:
         want = wants[piece.want]
         take(source[want.key], piece.region, _inside(packed, piece, want.dtype))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid
+from shardow.ranks.memory import empty
 from shardow.ranks.rounds import MISSING
 from shardow.ranks.store_group import ANSWER, StoreGroup, store_group
 from shardow.ranks.transfers import begun, carrier, default_timeout, finish
@@ -23,11 +25,14 @@ class Team:
     """``process_group`` None: this process alone, where nothing waits and nothing is exchanged."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> None:
+        if process_group is not None:
+            instance("group", process_group, dist.ProcessGroup)
         self.process_group = process_group
         self.group: _core.Group = _core.solo() if process_group is None else store_group(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
-        self.timeout = timeout if timeout is not None else default_timeout(process_group)
+        #: Seconds; no clock holds every number.
+        self.timeout = min(timeout if timeout is not None else default_timeout(process_group), 10.0 * 365 * 86400)
         self._whose = ""
 
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
@@ -110,7 +115,7 @@ class Team:
     ) -> torch.Tensor:
         """Rank 0's ``full`` on every rank, on its ``device``. Collective."""
         there = carrier(self.process_group, device)
-        moved = full.to(there) if full is not None else torch.empty(tuple(shape), dtype=dtype, device=there)
+        moved = full.to(there) if full is not None else empty(shape, dtype, there)
         if self.process_group is None:
             return moved
         if moved.numel():
@@ -161,6 +166,17 @@ class Team:
             lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None, self._patience()
         )
         return None if found is None else bytes(found).decode()
+
+
+@contextlib.contextmanager
+def naming(call: str) -> Iterator[None]:
+    """A rank that is missing or fails within the block is reported with the call."""
+    try:
+        yield
+    except (errors.DeadlineError, errors.PeerFailedError) as error:
+        if not error.message.startswith(call):
+            error.message = f"{call}: {error.message}"
+        raise
 
 
 def _told(what: str, error: TimeoutError, begun: bool) -> Exception:

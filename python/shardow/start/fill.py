@@ -18,8 +18,9 @@ from shardow.files import engine
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged, Newest
 from shardow.model.extra_state import FromFile, extra_in
-from shardow.model.match import Fit, Form, compare, fit, matched, unexpected
+from shardow.model.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
 from shardow.model.parts import Held, values_in_file
+from shardow.model.saved_form import saved_form
 from shardow.ranks.gather import Part, take
 from shardow.ranks.store_group import store_group
 from shardow.ranks.stream import Client, Fill, Server, Want, behind, narrower
@@ -57,8 +58,9 @@ def from_file(job: Job, path: StrPath | Merged, check_only: bool = False) -> dic
 
     read = path.read if isinstance(path, Merged) else partial(engine.read_chosen, path)
     report = read(choose, job.team, verify=job.verify, progress=job.progress, check_only=check_only)
-    extra = choice[0].extra
-    missing = [*report["missing"], *(name for name in job.held.values if name not in choice[0].plain)]
+    extra, owners = choice[0].extra, choice[0].owners
+    lacking = dict.fromkeys(owner for name in report["missing"] for owner in owners.get(name, [name]))
+    missing = [*lacking, *(name for name in job.held.values if name not in choice[0].plain)]
     job.held.values = choice[0].plain
     told = {**report, "missing": missing, "unexpected": [*choice[0].surplus, *extra.unexpected], "kept": choice[0].kept}
     return _with_extra(job, extra.values, told)
@@ -76,29 +78,45 @@ class _Choice:
     kept: list[str]
     extra: FromFile
     plain: dict[str, Any]
+    owners: Mapping[str, list[str]]
 
 
-def _choose(job: Job, found: _core.Checkpoint | Newest, where: str) -> _Choice:
-    there = found.tensors
-    keys = matched(job.held, there.keys(), where)
-    lacking = {name for name in job.wanted if name not in keys}
+def _choose(job: Job, source: _core.Checkpoint | Newest, where: str) -> _Choice:
+    held, owners, keys = _matched(job, source.tensors, where)
+    absent = {owner for part in held.parts if part.name not in keys for owner in owners.get(part.name, [part.name])}
+    lacking = absent.intersection(job.wanted)
     if not job.strict:
         _refuse_lacking(job, [name for name in job.wanted if name in lacking])
-    extra = FromFile(job.held.extra, found)
+    refuse_untied(held, keys, source.tensors, partial(engine.read_part, source.read))
+    extra = FromFile(job.held.extra, source)
     _refuse_other_extra(job, extra.values, extra.unexpected)
-    plain = values_in_file(found.metadata)
+    plain = values_in_file(source.metadata)
     if job.strict:
         named = compare(dict.fromkeys(job.held.values), dict.fromkeys(plain))
         named.refuse(f"{where}: plain values", "the file", hint="strict=False takes the rest")
     plain = {name: plain[name] for name in job.held.values if name in plain}
-    parts = [
-        Part(keys.get(part.name, part.name), part.flat, part.region)
-        for part in job.held.parts
-        if part.name in keys or part.name in lacking
-    ]
-    surplus = unexpected(job.held, keys, [key for key in there if key not in extra.keys])
-    kept = [part.name for part in job.held.parts if part.name not in keys and part.name not in lacking]
-    return _Choice([*parts, *extra.parts], job.strict and bool(lacking or surplus), surplus, kept, extra, plain)
+
+    def wants(part: Part) -> bool:
+        names = owners.get(part.name, [part.name])
+        return absent.isdisjoint(names) if part.name in keys else not lacking.isdisjoint(names)
+
+    parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts if wants(part)]
+    surplus = unexpected(held, keys, [key for key in source.tensors if key not in extra.keys])
+    kept = [part.name for part in job.held.parts if part.name in absent and part.name not in lacking]
+    return _Choice([*parts, *extra.parts], job.strict and bool(lacking or surplus), surplus, kept, extra, plain, owners)
+
+
+def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Mapping[str, list[str]], dict[str, str]]:
+    """Returns (held, owners, keys of ``held``): what the job holds, or the same as save_pretrained() writes it where
+    more of the file is called so; then ``owners`` has the names here of each.
+    """
+    keys = matched(job.held, available, where)
+    if len(keys) < len(job.held.names) or len(set(keys.values())) < len(available):
+        form = saved_form(job.held.view)
+        if form is not None and len(form.owners.keys() & set(available)) > len(keys):
+            held = replace(job.held, parts=form.parts(job.held.parts), names={key: (key,) for key in form.owners})
+            return held, form.owners, matched(held, available, where)
+    return job.held, {}, keys
 
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
@@ -106,7 +124,7 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     there = extra_in(state, job.held.extra)
     extra = {name: state[key] for key, name in there.items()}
 
-    keys, report = job.team.agree(job.what, lambda: _compared(job, _forms(state, there), extra))
+    keys, report = job.team.agree(job.what, lambda: _compared(job, _forms(state, there), extra, state))
 
     def fill() -> None:
         for part in job.held.parts:
@@ -128,7 +146,7 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     forms, extra = pickle.loads(team.first(job.what, mine))
 
     def compared() -> tuple[dict[str, Any], list[Fill]]:
-        keys, report = _compared(job, forms, extra)
+        keys, report = _compared(job, forms, extra, given)
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
         wants = [Want(key, part.region.encode(), narrower(forms[key].dtype, part.flat.dtype)) for part, key in found]
         return report, [Fill(part, want) for (part, _), want in zip(found, wants, strict=True)]
@@ -148,9 +166,12 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     return _with_extra(job, extra, report)
 
 
-def _compared(job: Job, source: Mapping[str, Form], extra: Collection[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(keys, report). Raises with everything that does not fit; if not strict only with what can't be cast or has
-    another shape.
+def _compared(
+    job: Job, source: Mapping[str, Form], extra: Collection[str], values: State
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """(keys, report). ``values``: of the source, where this rank has them.
+
+    Raises with everything that does not fit; if not strict only with what can't be cast or has another shape.
     """
     _refuse_other_extra(job, extra)
     found = fit(job.held, source, "the source")
@@ -158,6 +179,9 @@ def _compared(job: Job, source: Mapping[str, Form], extra: Collection[str]) -> t
     checked = replace(found, missing=missing)
     (checked if job.strict else checked.only_different()).refuse(job.what, "the source")
     _refuse_lacking(job, missing)
+    whole = [part._replace(region=_core.Region.whole(part.region.shape)) for part in job.held.parts]
+    held = replace(job.held, parts=whole)
+    refuse_untied(held, found.keys, values, lambda part: take(values[part.name].detach(), part.region, part.flat))
     kept = [name for name in found.missing if name not in job.wanted]
     return found.keys, {"missing": missing, "unexpected": found.unexpected, "kept": kept}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shardow.base.checks import invalid
 from shardow.model.names import join, unwrapped, walk, wrapped_child
@@ -32,7 +34,7 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
                 f"{job.what}: the model has all its values, and there is no source; give one, or an initialisation"
             )
         modules = _modules(job, model)
-        ways = {} if init is not None else _own_ways(job, model, modules)
+        ways = {} if init is not None else _own_ways(job, model, modules, seed)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             lacking = dict.fromkeys(job.without)
@@ -45,12 +47,28 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
                 f"{job.what}: the initialisation left {left} without values; give a function that sets them as source"
             )
 
+    _take_drawn(job, model)
     job.team.agree(job.what, fill)
     return {
         "missing": [],
         "unexpected": [],
         "kept": [part.name for part in job.held.parts if part.name not in job.wanted],
     }
+
+
+def _take_drawn(job: Job, model: nn.Module) -> None:
+    """Gives every rank the tensors that rank 0's constructors wrote; other numbers are an error. Collective."""
+    written = {
+        join(name, key): tree_leaves([call.arguments for call in [*record.made, *record.calls]])
+        for name, module in walk(model)
+        for key, record in records_of(module).items()
+    }
+    numbers = {name: [value for value in values if isinstance(value, (int, float))] for name, values in written.items()}
+    job.team.same(job.what, {"what constructors wrote": numbers})
+    for value in itertools.chain(*written.values()) if job.team.size > 1 else ():
+        if isinstance(value, torch.Tensor):
+            drawn = job.team.broadcast(_bytes(value), [value.nbytes], torch.uint8, value.device)
+            value.copy_(drawn.view(value.dtype).view(value.shape))
 
 
 def _modules(job: Job, model: nn.Module) -> list[tuple[str, nn.Module, Own]]:
@@ -68,29 +86,33 @@ def _modules(job: Job, model: nn.Module) -> list[tuple[str, nn.Module, Own]]:
     return list(found.values())
 
 
-def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Own]]) -> dict[int, Init]:
+def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Own]], seed: int) -> dict[int, Init]:
     """By module, how it initialises itself: what meta_init() recorded of its constructor. Else ``reset_parameters()``,
     ``_reset_parameters()``, the model's ``_init_weights(module)``, or ``init_weights()``. Raises where there is none of
     these.
     """
     by_model = getattr(unwrapped(model), "_init_weights", None)
     ways: dict[int, Init] = {}
+    draw = functools.partial(_draw, seed, {})
     lacking, lost = [], []
+    shared: dict[int, str] = {}
     for name, module, own in modules:
         records = {key: record for key, record in records_of(module).items() if key in own}
         wanted = [key for key, part in own.items() if part.name in job.wanted]
-        lost += [
-            f"'{join(name, key)}' ({record.problem})"
-            for key, record in records.items()
-            if key in wanted and record.problem
-        ]
+        for key in (key for key in wanted if key in records):
+            first = shared.setdefault(id(records[key]), own[key].name)
+            if problem := records[key].problem or (first != own[key].name and f"it lies in the memory of '{first}'"):
+                lost.append(f"'{join(name, key)}' ({problem})")
         known = all(key in records and records[key].has_values for key in wanted)
         reset = getattr(module, "reset_parameters", None) or (None if known else _resetting(module, by_model))
+        was_reset = any(record.reset for record in records.values())
+        if known and reset is not None and reset.__module__.startswith("torch.") and not was_reset:
+            reset = None  # torch's constructors call it, but where they were given values
         if reset is None:  # what is written in part has no values, and is found out as such
             records = {key: record for key, record in records.items() if record.has_values}
         if reset is None and not records:
             lacking.append(f"{name or 'the model'} ({type(module).__name__})")
-        ways[id(module)] = functools.partial(_reset_and_replay, reset=reset, records=records)
+        ways[id(module)] = functools.partial(_reset_and_replay, reset=reset, records=records, draw=draw)
     if lost:
         raise invalid(
             f"{job.what}: not kept: {', '.join(lost[:8])}; give a function that initialises a module as source"
@@ -110,15 +132,32 @@ def _resetting(module: nn.Module, by_model: Init | None) -> Callable[[], object]
     return found if callable(found) else None
 
 
-def _reset_and_replay(module: nn.Module, reset: Callable[[], object] | None, records: Mapping[str, Record]) -> None:
+def _reset_and_replay(
+    module: nn.Module, reset: Callable[[], object] | None, records: Mapping[str, Record], draw: Callable[..., None]
+) -> None:
     tensors = {**module._parameters, **module._buffers}
     found = [(record, tensor.detach()) for key, record in records.items() if (tensor := tensors.get(key)) is not None]
+    # By the constructor, which may have replaced a tensor since.
+    was_reset = any(record.reset for record in records.values())
     for record, tensor in found:
-        record.replay(tensor, record.made)
+        if record.reset or not was_reset:
+            record.replay(tensor, record.made)
     if reset is not None:
-        reset()
+        draw([record.twins for record, _ in found], reset)
     for record, tensor in found:
-        record.replay(tensor, record.calls)
+        calls = record.calls if record.reset or not was_reset else [*record.made, *record.calls]
+        draw([record.twins], functools.partial(record.replay, tensor, calls))
+
+
+def _draw(seed: int, numbers: dict[object, int], twins: list[object], draw: Callable[[], object]) -> None:
+    """Deep copies draw the same random numbers, each time from one seed."""
+    known = [twin for twin in twins if twin is not None]
+    number = next((numbers[twin] for twin in known if twin in numbers), len(numbers))
+    numbers.update(dict.fromkeys(known, number))
+    with torch.random.fork_rng(devices=[], enabled=bool(known)):
+        if known:
+            torch.default_generator.manual_seed(hash((seed, number)))
+        draw()
 
 
 def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> list[str]:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow.base.checks import invalid, seconds
+from shardow.base.checks import instance, invalid, seconds
 from shardow.base.progress import Progress
+from shardow.files import paths
 from shardow.files.checkpoint import prepared
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged
@@ -35,18 +36,11 @@ Source = str | Path | Merged | Mapping[str, torch.Tensor] | Callable[[nn.Module]
 
 @torch.no_grad()
 def materialize(
-    model: nn.Module,
-    source: Source = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    device: torch.device | str | None = None,
-    strict: bool = True,
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
-    seed: int = 0,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, source: Source = None, optimizer: torch.optim.Optimizer | None = None, *,
+    device: torch.device | str | None = None, strict: bool = True, dtype: torch.dtype | None = None,
+    progress: Progress | None = None, seed: int = 0, group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Gives what is on meta memory and values, and parameters and persistent buffers that have values already those of
     the source.
 
@@ -91,23 +85,18 @@ def materialize(
 
 @torch.no_grad()
 def load(
-    target: Saveable,
-    path: StrPath | Merged,
-    strict: bool = True,
-    verify: bool = True,
-    *,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
-    timeout: float | timedelta | None = None,
+    target: Saveable, path: StrPath | Merged, strict: bool = True, verify: bool = True, *,
+    group: dist.ProcessGroup | None = None, progress: Progress | None = None, timeout: float | timedelta | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it.
 
     A module that is on meta gets memory, as by materialize(). Collective over the ranks that share them.
 
     Each rank reads the bytes of its own regions, and casts floating tensors to the dtype here. Names are matched as
-    they are, under a tied tensor's other names, and without what wrappers, DDP and PEFT put into them. Everything that
-    does not fit is listed before anything changes.
+    they are, under a tied tensor's other names, and without what wrappers, DDP and PEFT put into them; of a model of
+    transformers also as its save_pretrained() writes them, with experts apart. Everything that does not fit is listed
+    before anything changes.
 
     Args:
         path: also what merged() gives: the average of several checkpoints, of which each rank reads its own bytes.
@@ -120,17 +109,21 @@ def load(
         "bytes_read": by this rank, "seconds": float}.
 
     Raises:
-        ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
+        ValueError: something does not fit, or the file is corrupt, or has different tensors under the names of a tied
+            one; NotImplementedError: save_pretrained() has reordered a tensor's elements; FileNotFoundError, OSError,
+            TimeoutError.
     """
     if isinstance(target, nn.Module):
-        source = path if isinstance(path, Merged) else Path(path)
-        options: dict[str, Any] = {"strict": strict, "verify": verify, "progress": progress}
+        if isinstance(path, Mapping):
+            raise invalid("load() reads files; materialize() takes a mapping of tensors: materialize(model, mapping)")
+        source = path if isinstance(path, Merged) else Path(paths.to_read(path))
+        options: dict[str, Any] = {"strict": strict, "verify": bool(verify), "progress": progress}
         return fill_model(Request("load()", target, source, optimizer, **options, group=group, timeout=timeout))
     if optimizer is not None:
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
     held, team = prepared("load()", target, group, timeout, saving=False)
     names = [part.name for part in held.parts]
-    report = fill.from_file(fill.Job("load()", held, team, names, (), strict, verify, progress), path)
+    report = fill.from_file(fill.Job("load()", held, team, names, (), strict, bool(verify), progress), path)
     held.put_back()
     return report
 
@@ -155,8 +148,7 @@ class Request:
 
 def fill_model(request: Request) -> dict[str, Any]:
     model = request.model
-    if not isinstance(model, nn.Module):
-        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
+    instance("model", model, nn.Module)
     team = Team(group_of_model(model, request.group), seconds(request.timeout))
     given: dict[str, torch.Tensor] = {}
     try:
@@ -218,7 +210,7 @@ def common_kind(what: str, source: Source, team: Team) -> str:
     """kind_of() what all ranks have. Raises where they have different things, unless rank 0 alone has a mapping.
     Collective.
     """
-    kinds = [kind.decode() for kind in team.gather(what, kind_of(source).encode())]
+    kinds = [kind.decode() for kind in team.gather(what, kind_of(source).encode(errors="backslashreplace"))]
     if len(set(kinds)) == 1:
         return kinds[0]
     if kinds[0] == "a mapping" and set(kinds[1:]) <= {"nothing", _EMPTY}:
@@ -233,6 +225,8 @@ def kind_of(source: object) -> str:
     if isinstance(source, (str, Path, Merged)):
         return f"the file {source}"
     if isinstance(source, Mapping):
+        for name in source:
+            instance("a name in source", name, str)
         return "a mapping" if source else _EMPTY
     if callable(source):
         return "a function"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardow.base.checks import invalid
+from shardow.base.checks import instance, invalid
 from shardow.model import origins
 from shardow.model.dtensor import empty_like
 from shardow.model.groups import meshes_of
@@ -82,6 +82,7 @@ def to_empty(module: nn.Module) -> None:
     """``FullyShardedDataParallel(..., param_init_fn=shardow.to_empty)``: FSDP1 can't wrap what is on meta. This gives a
     module's own tensors that are there memory without values, on the current accelerator or the CPU; FSDP1 shards it at
     once, unit by unit, and materialize() brings the values. What has values keeps them."""
+    instance("to_empty(): module", module, nn.Module)
     accelerator = torch.accelerator.current_accelerator()
     device = torch.device("cpu")
     if accelerator is not None:
@@ -118,7 +119,10 @@ def give_memory(
     # A buffer that is persistent under one of its names comes from there.
     if tables := {slot.name for where in known if all(one.kind == "table" for one in where) for slot in where}:
         lost = f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}"
-        raise invalid(f"{lost}; build the model under shardow.meta_init()")
+        raise invalid(
+            f"{lost}; build the model under shardow.meta_init(), and with device='cpu' what its constructor makes on "
+            "the device of a parameter, which is meta there"
+        )
     meshes = meshes_of(slot.recorded for slot in slots(model))
     # The device of what is not sharded, as persistent buffers.
     beside = device or next((mesh.device_type for mesh in meshes), "cpu")
@@ -133,10 +137,10 @@ def give_memory(
     try:
         model._apply(give)
     except BaseException:  # out of memory
-        take_memory(model, [tensor for where in known if not (tensor := _now(where[0])).is_meta])
+        take_memory(model, [tensor for where in known if not (tensor := where[0].owner[where[0].key]).is_meta])
         raise
     _join(known)
-    return {slot.name: _now(slot) for where in known for slot in where}
+    return {slot.name: slot.owner[slot.key] for where in known for slot in where}
 
 
 def move_tables(model: nn.Module, device: torch.device | str) -> None:
@@ -161,13 +165,8 @@ def take_memory(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
     _join(known)
 
 
-def _now(slot: Slot) -> torch.Tensor:
-    found: torch.Tensor = slot.owner[slot.key]
-    return found
-
-
 def _join(known: list[list[Slot]]) -> None:
     """Puts the tensor of the first place into the others; torch gives each a new one."""
     for where in known:
         for slot in where[1:]:
-            slot.owner[slot.key] = _now(where[0])
+            slot.owner[slot.key] = where[0].owner[where[0].key]

@@ -24,12 +24,13 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 MOST = 8 << 20  # bytes of a tensor that is kept as it is
 PATTERN = 0xAA  # of bytes that nobody wrote: -3e-13 in float32
@@ -61,22 +62,25 @@ class Call:
     """``whole``: it writes all of the tensor. ``problem``: why it can't be done again."""
 
     function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
     problem: str | None = None
     whole: bool = True
+
+
+_ASSIGNED = Call(torch.Tensor.copy_, problem="its .data was assigned")
 
 
 @dataclass
 class Record:
     """``made``: with what values; ``reset``: then the module's reset_parameters() wrote it; ``calls``: what came
-    after."""
+    after. ``twins``: deep copies have the same, and begin with the same random numbers."""
 
     tensor: int  # its id, by which a deep copy is found
     numel: int
     made: list[Call] = field(default_factory=list)
     reset: bool = False
     calls: list[Call] = field(default_factory=list)
+    twins: object | None = None
 
     @property
     def has_values(self) -> bool:
@@ -89,12 +93,12 @@ class Record:
     def replay(self, whole: torch.Tensor, calls: Iterable[Call]) -> None:
         """``made`` or ``calls``."""
         for call in calls:
-            args = [one.of(whole) if isinstance(one, View) else one for one in call.args]
-            kwargs = {key: one.of(whole) if isinstance(one, View) else one for key, one in call.kwargs.items()}
+            args, kwargs = tree_map(lambda value: value.of(whole) if isinstance(value, View) else value, call.arguments)
             call.function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        copy = Record(self.tensor, self.numel, list(self.made), self.reset, list(self.calls))
+        self.twins = self.twins or object()
+        copy = replace(self, made=list(self.made), calls=list(self.calls))
         copied = memo.get(self.tensor)
         if isinstance(copied, torch.Tensor) and _recorder is not None and copied.is_meta:
             _recorder.watch(copied, copy)
@@ -121,6 +125,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         # The tensor keeps the storage's address from others.
         self._by_storage: dict[int, tuple[torch.Tensor, Record, list[nn.Module]]] = {}
+        self._computed: dict[int, tuple[torch.Tensor, str]] = {}  # of recorded tensors, and how; by storage, too
         self._frame: types.FrameType | None = None  # of torch.nn.init, which is recorded already
 
     def __enter__(self) -> Recorder:
@@ -134,40 +139,50 @@ class Recorder(TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _recorder = self._outer
         self._by_storage.clear()
+        self._computed.clear()
         self._frame = None
 
     def watch(self, tensor: torch.Tensor, record: Record, module: nn.Module | None = None) -> None:
         record.tensor = id(tensor)
-        known = self._by_storage.get(tensor.untyped_storage()._cdata)
+        known = self._by_storage.get(_address(tensor))
         modules = [*(known[2] if known else []), *([module] if module is not None else [])]
-        self._by_storage[tensor.untyped_storage()._cdata] = (tensor, record, modules)
+        self._by_storage[_address(tensor)] = (tensor, record, modules)
 
     def register(self, module: nn.Module, key: str, given: torch.Tensor, now: torch.Tensor) -> None:  # (1)
         """``given`` has become ``now``, on meta, in the module."""
-        known = self._by_storage.get(now.untyped_storage()._cdata)
+        known = self._by_storage.get(_address(now))
         record = known[1] if known is not None else Record(id(now), now.numel())
-        if known is None and not given.is_meta and not without_values(given):
+        if known is None and _address(now) in self._computed:
+            record.made = [Call(torch.Tensor.copy_, problem=f"{self._computed[_address(now)][1]} of a tensor on meta")]
+        elif known is None and not given.is_meta and not without_values(given):
             record.made = [_kept(given)]
         module.__dict__.setdefault(_KEY, {})[key] = record
         self.watch(now, record, module)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # (2)
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name, caller = getattr(func, "__name__", ""), sys._getframe(1)
+        tensors = _on_meta((args, kwargs))
+        before = [(tensor._version, _address(tensor)) for tensor in tensors]
         result = func(*args, **kwargs)
         if name in _EMPTY:
             _mark(result)
-        else:
-            writes = (name.endswith("_") and not name.startswith("_")) or name == "__setitem__" or "out" in kwargs
-            # Functions of torch.nn.init that see a tensor on meta may return without a call that writes.
-            if writes or sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
-                target = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
-                if isinstance(target, torch.Tensor) and target.is_meta:
-                    self._written(target, func, name, args, kwargs, writes)
+            return result
+        # Functions of torch.nn.init that see a tensor on meta may return without a call that writes.
+        is_init = caller.f_globals.get("__name__") == "torch.nn.init"
+        for tensor, (version, address) in zip(tensors, before, strict=True):
+            if is_init or tensor._version != version:
+                self._written(tensor, func, name, args, kwargs, tensor._version != version)
+            if _address(tensor) != address and (known := self._by_storage.get(address)):  # .data was assigned
+                if caller.f_code is not nn.Module._apply.__code__:  # which casts
+                    known[1].made, known[1].calls, known[1].reset = [_ASSIGNED], [], False
+                self._by_storage.setdefault(_address(tensor), known)
+        if any(address in self._by_storage or address in self._computed for _, address in before):
+            self._computed.update({_address(made): (made, name) for made in _on_meta(result)})
         return result
 
     def _written(self, target: torch.Tensor, func: Any, name: str, args: Any, kwargs: Any, writes: bool) -> None:
-        known = self._by_storage.get(target.untyped_storage()._cdata)
+        known = self._by_storage.get(_address(target))
         if known is None:
             return
         _, record, modules = known
@@ -184,7 +199,7 @@ class Recorder(TorchFunctionMode):
             return
         whole = name in _WHOLE and target.numel() == record.numel
         if whole:  # (3)
-            record.made, record.calls, record.reset = [], [], False
+            record.made, record.calls, record.reset, record.twins = [], [], False, None
         if reset:
             record.reset, record.calls = True, []
         else:
@@ -200,52 +215,43 @@ class Recorder(TorchFunctionMode):
                 if value.nbytes > MOST:
                     problems.append(f"{name} with a tensor of {value.nbytes >> 20} MiB, more than meta_init() keeps")
                 return value.detach().clone() if not problems else None
-            known = self._by_storage.get(value.untyped_storage()._cdata)
+            known = self._by_storage.get(_address(value))
             if known is None or known[1] is not record:
                 problems.append(f"{name} with a tensor that is on meta itself")
                 return None
             return View(tuple(value.size()), value.stride(), int(value.storage_offset()))
 
-        args = tuple(tuple(map(keep, one)) if isinstance(one, tuple) else keep(one) for one in args)
-        kwargs = {key: keep(value) for key, value in kwargs.items()}
-        return Call(func, args, kwargs, problems[0] if problems else None, whole)
+        arguments = tree_map(keep, (tuple(args), dict(kwargs)))
+        return Call(func, arguments, problems[0] if problems else None, whole)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Returns what tells storages apart."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _on_meta(tree: Any) -> list[torch.Tensor]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+    return [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_inference()]
 
 
 def without_values(tensor: torch.Tensor) -> bool:
     """Memory as torch.empty() gave it, which nobody wrote since. The beginning mostly tells."""
-    if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
-        return False
-    if _has_plain_memory(tensor):
-        size = _head_bytes(tensor)
-        return ctypes.string_at(tensor.data_ptr(), size) == _PATTERN_BYTES[:size]
-    head = tensor.detach().reshape(-1)[: max(_HEAD // tensor.itemsize, 1)].view(torch.uint8)
-    return bool((head == PATTERN).all())
+    size = _head_bytes(tensor)
+    return size > 0 and ctypes.string_at(tensor.data_ptr(), size) == _PATTERN_BYTES[:size]
 
 
 def _mark(tensor: Any) -> None:
-    if (
-        isinstance(tensor, torch.Tensor)
-        and tensor.device.type == "cpu"
-        and tensor.is_floating_point()
-        and tensor.is_contiguous()
-    ):
-        if _has_plain_memory(tensor):
-            ctypes.memset(tensor.data_ptr(), PATTERN, _head_bytes(tensor))
-        else:
-            tensor.detach().view(-1)[: max(_HEAD // tensor.itemsize, 1)].view(torch.uint8).fill_(PATTERN)
-
-
-def _has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Memory of its own, so that a look at it need not be a call of torch, which costs a hundred times as much."""
-    return (
-        type(tensor) in (torch.Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.numel() > 0
-        and tensor.data_ptr() != 0
-    )
+    if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and (size := _head_bytes(tensor)):
+        ctypes.memset(tensor.data_ptr(), PATTERN, size)
 
 
 def _head_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes to look at: of plain memory on the CPU, where no call of torch is needed, which costs a hundred
+    times as much; else 0."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    if not plain or tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.data_ptr() == 0:
+        return 0
     return min(max(_HEAD // tensor.itemsize, 1), tensor.numel()) * tensor.itemsize
 
 
@@ -257,12 +263,11 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def _kept(given: torch.Tensor) -> Call:
     values = given.detach()
     whole = View(tuple(values.size()), torch.empty(values.size(), device="meta").stride(), 0)
-    if values.numel() and bool((values == values.reshape(-1)[0]).all()):
-        return Call(torch.Tensor.fill_, (whole, values.reshape(-1)[0].item()))
-    if values.nbytes > MOST:
+    uniform = values.numel() and bool((values == values.reshape(-1)[0]).all())
+    if not uniform and values.nbytes > MOST:
         made = f"{values.nbytes >> 20} MiB of values itself"
         return Call(torch.Tensor.copy_, problem=f"its constructor made {made}, more than meta_init() keeps")
-    return Call(torch.Tensor.copy_, (whole, values.clone()))
+    return Call(torch.Tensor.copy_, ((whole, (values.reshape(-1)[0] if uniform else values).clone()), {}))
 
 
 def _callers(modules: list[nn.Module]) -> tuple[types.FrameType | None, bool]:

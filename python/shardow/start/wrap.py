@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardow.base.checks import invalid, seconds
+from shardow.base.checks import instance, invalid, seconds
 from shardow.errors import Error
 from shardow.model import origins
 from shardow.model.dtensor import empty_like
@@ -30,19 +30,11 @@ Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | Non
 
 
 def wrap(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    optimizer: torch.optim.Optimizer | None = None,
-    units: Units = None,
-    *,
-    source: Source = None,
-    memory_efficient_init: bool = True,
-    reshard_after_forward: bool = True,
-    mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None,
-    strict: bool = True,
-    group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None, units: Units = None, *,
+    source: Source = None, memory_efficient_init: bool = True, reshard_after_forward: bool = True,
+    mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None, strict: bool = True,
+    group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
     """fully_shard() on every unit and on the model, and its weights, in one call. Collective over the mesh.
 
     Args:
@@ -70,8 +62,8 @@ def wrap(
         ValueError: no such unit, a model on meta without a source, while the model is whole. Else as materialize(), and
             the model has no weights then, nor has the optimizer, which ``materialize(..., optimizer=)`` binds again.
     """
-    if not isinstance(model, nn.Module):
-        raise invalid(f"model is a {type(model).__name__}; an nn.Module is needed")
+    instance("wrap(): model", model, nn.Module)
+    instance("wrap(): mesh", mesh, DeviceMesh)
     team = Team(choose_group([], [mesh, *meshes_of(slot.recorded for slot in slots(model))], group), seconds(timeout))
     from_memory = source is None and memory_efficient_init
     team.agree("wrap()", lambda: kind_of(source))

@@ -179,3 +179,45 @@ def test_warnings_point_at_the_users_line(options: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="lerp|noise") as caught:
         shardow.EMA(nn.Linear(2, 2), **options)
     assert [one.filename for one in caught] == [__file__]
+
+
+def test_detach_ends_every_attachment() -> None:
+    model, ema = make()
+    optimizers = [sgd(model), sgd(model)]
+    handles = [ema.attach(optimizer) for optimizer in optimizers]
+    model[0].weight = nn.Parameter(torch.zeros(3, 4))
+    optimizers[0].step()
+    with pytest.raises(ValueError, match=r"detach\(\)"):
+        optimizers[1].step()
+    ema.detach()
+    ema.detach()
+    for optimizer, handle in zip(optimizers, handles, strict=True):
+        optimizer.step()
+        handle.remove()
+
+
+def test_second_ema_on_an_optimizer_is_reported() -> None:
+    model, first = make()
+    optimizer = sgd(model)
+    first.attach(optimizer)
+    with pytest.warns(UserWarning, match=r"another EMA is attached to this SGD.*detach\(\)"):
+        second = shardow.EMA(model, 0.9, optimizer=optimizer)
+    ready(model)
+    optimizer.step()
+    assert (first.step, second.step) == (1, 1)
+
+
+def test_averages_that_fit_are_taken_after_a_head_was_replaced() -> None:
+    model, old = make()
+    ready(model)
+    sgd(model).step()
+    old.update()
+    before = old.state_dict()["averages"]["0.weight"].clone()
+    model[1] = nn.Linear(3, 5)
+    new = shardow.EMA(model, 0.5)
+    report = new.load_state_dict(old.state_dict(), strict=False)
+    assert report == {"missing": ["1.weight", "1.bias"], "unexpected": ["1.weight", "1.bias"]}
+    averages = new.full_state_dict(complete=False)
+    assert torch.equal(averages["0.weight"], before)
+    assert torch.equal(averages["1.weight"], model[1].weight.detach())
+    assert new.step == 1

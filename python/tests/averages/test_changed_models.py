@@ -24,8 +24,15 @@ def _reshape(model: nn.Module) -> None:
     model[0].weight.data = torch.zeros(5, 5)
 
 
+def _restore_state(model: nn.Module) -> None:
+    """As copies and unpickling do: the module has another dict of parameters."""
+    parameters = {name: nn.Parameter(p.detach().clone()) for name, p in model[0]._parameters.items()}
+    model[0].__setstate__({**model[0].__dict__, "_parameters": parameters})
+
+
 @pytest.mark.parametrize(
-    ("change", "says"), [(_replace, r"0\.weight"), (_narrow, "bfloat16"), (_reshape, r"0\.weight")]
+    ("change", "says"),
+    [(_restore_state, r"0\.weight"), (_replace, r"0\.weight"), (_narrow, "bfloat16"), (_reshape, r"0\.weight")],
 )
 @pytest.mark.parametrize("call", ["update", "swapped"])
 def test_a_changed_model_is_an_error_before_anything_changes(

@@ -218,6 +218,15 @@ class TestBuffers:
         assert torch.equal(full["1.running_mean"], expected)
         assert full["1.num_batches_tracked"] == 3
 
+    def test_predicate_chooses_which_are_averaged(self) -> None:
+        model = make_model()
+        ema = shardow.EMA(model, 0.5, buffers=lambda name, buffer: name.endswith("mean") and buffer.ndim == 1)
+        assert [name for name in ema.names if "running" in name] == ["1.running_mean"]
+        train(model, 3, ema.update)
+        full = ema.full_state_dict()
+        assert not torch.equal(full["1.running_mean"], model[1].running_mean)
+        assert torch.equal(full["1.running_var"], model[1].running_var)
+
     def test_ignore_leaves_them_out(self) -> None:
         ema = shardow.EMA(make_model(), 0.5, buffers="ignore")
         assert "1.running_mean" not in ema.full_state_dict()

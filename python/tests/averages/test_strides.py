@@ -19,7 +19,7 @@ import shardow
 
 
 def conv(strided: bool, seed: int = 5) -> nn.Module:
-    """Channels last, a transposed matrix, and one in the middle of a wider one."""
+    """Channels last, a transposed matrix, one in the middle of a wider one, and one whose memory has the other sign."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 5, 3), nn.Linear(7, 4, bias=False), nn.Linear(4, 5))
     if strided:
@@ -28,6 +28,8 @@ def conv(strided: bool, seed: int = 5) -> nn.Module:
         wide = torch.zeros(5, 9)
         wide[:, 2:6] = model[3].weight.data
         model[3].weight.data = wide[:, 2:6]
+        model[3].bias.data = torch._neg_view(model[3].bias.data.neg())
+        assert model[3].bias.is_neg()
         assert not any(p.is_contiguous() for p in model.parameters() if p.ndim > 1)
     return model
 
@@ -256,4 +258,17 @@ def test_a_new_ema_takes_in_unfrozen_and_added_weights() -> None:
     report = back.load_state_dict(new.state_dict(), strict=False)
     assert report == {"missing": [], "unexpected": ["2.weight", "2.bias"]}
     with pytest.raises(ValueError, match=r"'0\.weight' has shape \[4, 3\] in the state and \[5, 3\] here"):
-        shardow.EMA(nn.Sequential(nn.Linear(3, 5)), decay=0.5).load_state_dict(new.state_dict(), strict=False)
+        shardow.EMA(nn.Sequential(nn.Linear(3, 5)), decay=0.5).load_state_dict(new.state_dict())
+
+
+def test_strided_weights_first_seen_in_inference_mode_are_averaged_afterwards() -> None:
+    model = conv(False)
+    ema = shardow.EMA(model, 0.5)
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    with torch.inference_mode():
+        ema.update()
+    train(model, 1)
+    ema.update()
+    with ema.swapped():
+        pass
+    assert ema.step == 2

@@ -43,6 +43,35 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_thread_that_reads_figures_never_stops_training() -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(ELEMENTS))])
+    ema = shardow.EMA(model, decay=0.9)
+    ended, read, failed = threading.Event(), [0], list[Exception]()
+
+    def read_figures() -> None:
+        while not ended.is_set():
+            try:
+                assert ema.stats()["step"] <= ema.step
+                read[0] += 1
+            except Exception as error:
+                failed.append(error)
+
+    readers = [threading.Thread(target=read_figures) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for _ in range(100):
+            ema.update()
+            with ema.swapped():
+                pass
+    finally:
+        ended.set()
+        for reader in readers:
+            reader.join()
+    assert (ema.step, failed) == (100, [])
+    assert read[0] > 0
+
+
 def test_several_threads_of_the_caller_update_at_once() -> None:
     wanted = [updated(2, seed) for seed in range(3)]
     found: dict[int, torch.Tensor] = {}

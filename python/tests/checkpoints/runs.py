@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -77,8 +78,12 @@ class Run:
 
 def tensors_of(step: Path) -> dict[str, torch.Tensor]:
     """All that a step has, but for the random generators, which are their ranks'."""
+    called = json.loads((step / "checkpoint.json").read_text()).get("shardow.files", {})  # where it was saved again
+    asked = {file: name for name, file in called.items()}
     found = {
-        f"{file.name}/{name}": tensor for file in step.glob("*.safetensors") for name, tensor in load_file(file).items()
+        f"{asked.get(file.name, file.name)}/{name}": tensor
+        for file in step.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
     }
     return {name: tensor for name, tensor in found.items() if not name.endswith("/random")}
 

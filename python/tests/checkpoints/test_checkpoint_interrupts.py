@@ -68,10 +68,13 @@ def test_a_save_that_is_interrupted_leaves_steps_whole_and_the_next_one_goes_wel
 def test_after_a_restore_that_is_interrupted_another_one_goes_on_bit_for_bit(tmp_path: Path) -> None:
     run, checkpoints = small(), shardow.Checkpoints(tmp_path / "run")
     run.save(checkpoints)
-    expected, points = tensors_of(at(checkpoints, run.step)), 0
+    expected, points, refused = tensors_of(at(checkpoints, run.step)), 0, 0
     other = Run("plain", seed=1)
     for where in range(0, 100_000, STRIDE):
         other.train(1)
+        mixed = shardow.Checkpoints(tmp_path / "mixed", keep=1)
+        other.save(mixed)
+        before = tensors_of(at(mixed, other.step))
         stop = Stop(where)
         try:
             with by_a_signal(stop):
@@ -80,8 +83,15 @@ def test_after_a_restore_that_is_interrupted_another_one_goes_on_bit_for_bit(tmp
             points += 1
         if not stop.where:
             break
+        try:
+            other.save(mixed)
+            assert any(equal(tensors_of(at(mixed, other.step)), whole) for whole in (before, expected)), stop
+        except ValueError as error:
+            assert "restore() of this model stopped halfway" in str(error), stop
+            refused += 1
         other.restore(checkpoints)
         again = shardow.Checkpoints(tmp_path / "again", keep=1)
         other.save(again)
         assert equal(tensors_of(at(again, other.step)), expected), stop
     assert points > (800 if EVERY else 10)
+    assert 0 < refused < points

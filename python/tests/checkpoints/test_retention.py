@@ -168,30 +168,23 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch: pytest
     assert checkpoints.latest() == 2
 
 
-def test_a_step_that_a_dead_save_left_aside_is_put_back(tmp_path: Path) -> None:
-    """Where directories can't be exchanged, one is moved away for an instant."""
-    checkpoints = shardow.Checkpoints(tmp_path)
-    save(checkpoints, 1, 2)
-    (tmp_path / "step-000000002").rename(tmp_path / ".step-000000002.0123456789abcdef-old.tmp")
-    assert checkpoints.latest() == 2
-    assert step_of(checkpoints) == 2
-
-
 def test_what_dead_saves_left_is_cleared_away_by_a_save_of_another_step(tmp_path: Path) -> None:
     nonce = "0123456789abcdef"
     dead, living = tmp_path / f".step-000000009.{nonce}.tmp", tmp_path / f".step-000000008.{nonce}.tmp"
-    spent = tmp_path / f".step-000000007.{nonce}-spent.tmp"  # of a step that was replaced, and removed since
-    for one in (dead, living, spent):
-        one.mkdir()
-        (one / "model.safetensors").write_bytes(bytes(8))
+    lock, left = tmp_path / ".step-000000008.lock.tmp", tmp_path / ".step-000000007.lock.tmp"
+    for file in (lock, left):
+        file.touch()
+    for directory in (dead, living):
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(bytes(8))
     others = {f".step-9.{nonce}.tmp", f".model.{nonce}.tmp", ".step-000000009.tmp", ".step-000000009.notes.tmp"}
     for name in others:
         (tmp_path / name).write_text("theirs")
-    handle = os.open(living, os.O_RDONLY)
+    handle = os.open(lock, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     save(shardow.Checkpoints(tmp_path), 10)
     os.close(handle)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-000000010", living.name, *others}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000000010", living.name, lock.name, *others}
 
 
 SAVES = """

@@ -44,6 +44,23 @@ def test_methods_hooks_and_other_models() -> None:
     ours.restore_ema_model_device()
 
 
+def test_subclass_with_its_own_update_is_the_origins() -> None:
+    def own_update(self: Any, ma_model: nn.Module, current_model: nn.Module, current_decay: float = 0.0) -> None:
+        for (_, p), (_, ma) in zip(self.get_params_iter(current_model), self.get_params_iter(ma_model), strict=True):
+            self.inplace_lerp(ma.data, p.data, 0.25)
+        for (_, b), (_, ma) in zip(self.get_buffers_iter(current_model), self.get_buffers_iter(ma_model), strict=True):
+            self.inplace_copy(ma.data, b.data)
+
+    model: Any = walks.model("mlp")
+    ours, original = (
+        type("Own", (cls,), {"update_moving_average": own_update})(model, **SOON) for cls in (EMA, origin.EMA)
+    )
+    for _ in walks.walk(model, "mlp", 8):
+        ours.update()
+        original.update()
+    assert same(ours, original)
+
+
 def test_wrapped_models_are_known_by_either_name() -> None:
     model = walks.model("mlp")
     wrapped = torch.compile(model, backend="eager")

@@ -256,3 +256,51 @@ def test_bagel_s_modules_whose_activations_are_recomputed_are_told_by_name() -> 
     assert grad_checkpoint_check_fn(type("Mine", (decoder,), {})(2, 2))
     assert not grad_checkpoint_check_fn(type("TimestepEmbedder", (nn.Linear,), {})(2, 2))  # a unit of FSDP alone
     assert "SiglipEncoderLayer" in CHECKPOINTED_CLASSES
+
+
+class Layer(nn.Linear):
+    pass
+
+
+class Decoder(nn.Module):
+    _no_split_modules: tuple[str, ...] | None = None
+
+    def __init__(self, layers: str, classes: tuple[type[nn.Module], ...]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        setattr(self, layers, nn.ModuleList(cls(4, 4) for cls in classes))
+        self.head = Layer(4, 4)
+        self.head.weight = self.embed.weight
+
+
+class Named(Decoder):
+    _no_split_modules = ("Layer", "Absent")
+
+
+def wrapped_units(model: nn.Module) -> set[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    twinkle.NativeFSDPStrategy(mesh, "no").wrap_model(model)
+    return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+
+def units_of_every_kind() -> None:
+    def under(name: str, inner: nn.Module) -> nn.Module:
+        outer = nn.Module()
+        outer.add_module(name, inner)
+        return outer
+
+    # Wrapped twice, as PEFT does it; the head has the embedding's weight, so that it can't be a unit.
+    lora = under("base_model", under("model", Named("h", (Layer, nn.Linear))))
+    assert wrapped_units(lora) == {"", "base_model.model.h.0"}
+    assert wrapped_units(under("model", Decoder("layers", (Layer, nn.Linear)))) == {
+        "", "model.layers.0", "model.layers.1"
+    }  # fmt: skip
+    assert wrapped_units(under("transformer", Decoder("h", (Layer, Layer)))) == {
+        "", "transformer.h.0", "transformer.h.1"
+    }  # fmt: skip
+    with pytest.warns(UserWarning, match="one unit"):
+        assert wrapped_units(under("transformer", Decoder("h", (Layer,)))) == {""}
+
+
+def test_native_wrap_finds_layers_of_any_model() -> None:
+    ranks.run(2, units_of_every_kind)

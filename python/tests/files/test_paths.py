@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run
 from test_opening import state
 
 import shardow
@@ -94,3 +95,91 @@ def test_the_name_of_another_formats_file_is_refused_with_the_way_out(name: str,
     assert not list(tmp_path.iterdir())
     (tmp_path / name).mkdir()
     shardow.save(state(1), tmp_path / name)
+
+
+def test_directory_whose_name_is_no_utf8_takes_every_verb(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    model = torch.nn.Linear(2, 2)
+    single, two = shardow.EMA(model, 0.5), shardow.EMA(model, [0.5, 0.9])
+    for ema, path in ((single, folder / "one.safetensors"), (two, folder / "two")):
+        for step in (1, 2):
+            ema.update()
+            ema.snapshot(folder / f"snapshots of {path.stem}", every=step)
+        ema.save(path)
+        ema.load(path)
+        ema.async_save(path).wait()
+    assert [*shardow.open(folder / "two")] == ["0.5", "0.9"]
+    with pytest.raises(ValueError, match=r"\\xff.*0\.9"):
+        shardow.EMA(model, [0.5, 0.9, 0.99]).load(folder / "two")
+    plan = shardow.posthoc.plan(folder / "snapshots of two", 0.2)
+    assert "of 4 snapshots" in str(plan)
+    assert folder in plan.terms[0].path.parents
+    shardow.posthoc.synthesize(folder / "snapshots of two", 0.2, out=folder / "after")
+    single.export(folder / "exported")
+    shardow.save(model, folder / "model")
+    torch.save(model.state_dict(), folder / "model.pt")
+    inputs = [folder / "model", folder / "exported", folder / "model.pt"]
+    report = shardow.merge(inputs, folder / "merged")
+    assert {entry["name"] for entry in report["inputs"]} == {*map(str, inputs)}
+    assert shardow.open(folder / "merged").metadata["shardow.merge"]
+    shardow.load(model, shardow.merged(inputs))
+    shardow.load(model, folder / "merged")
+    with pytest.raises(ValueError, match="\udcff/model"):
+        shardow.merge([folder / "one.safetensors", folder / "model.pt"], folder / "b", key="weights")
+    steps = shardow.Checkpoints(folder / "run", keep=1)
+    for step in (1, 2):
+        steps.save(step, model, single)
+    assert steps.latest() == 2
+    steps.restore(model, single)
+    with pytest.raises(FileNotFoundError, match="/run has no checkpoint of step 7"):
+        steps.restore(model, single, step=7)
+
+
+def test_error_with_a_lone_surrogate_is_raised(tmp_path: Path) -> None:
+    text = "\udcff\ud800"
+
+    def failing(name: str, parameter: torch.Tensor) -> bool:
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match=text):
+        shardow.EMA(torch.nn.Linear(2, 2), params=failing)
+    with pytest.raises(ValueError, match="'w"):
+        shardow.save({"w" + text: torch.ones(1)}, tmp_path / "a.safetensors")
+
+
+class WithoutText(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+def test_error_that_has_no_text_is_raised() -> None:
+    def failing(name: str, parameter: torch.Tensor) -> bool:
+        raise WithoutText
+
+    with pytest.raises(WithoutText):
+        shardow.EMA(torch.nn.Linear(2, 2), params=failing)
+
+
+def read_what_is_missing(folder: Path, rank_fails: int) -> str:
+    model = shardow.EMA(torch.nn.Linear(2, 2), group=torch.distributed.group.WORLD)
+
+    def failing(*_: object) -> bool:
+        raise OSError(f"{folder}: no")
+
+    try:
+        if torch.distributed.get_rank() == rank_fails:
+            shardow.EMA(torch.nn.Linear(2, 2), group=torch.distributed.group.WORLD, params=failing)
+        else:
+            shardow.EMA(torch.nn.Linear(2, 2), group=torch.distributed.group.WORLD)
+    except OSError as error:
+        failed = str(error)
+    with pytest.raises(FileNotFoundError, match=r"\\xff"):
+        model.load(folder)
+    return failed
+
+
+def test_ranks_learn_of_an_error_in_a_directory_that_is_no_utf8(tmp_path: Path) -> None:
+    texts = run(2, read_what_is_missing, Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")), 1)
+    assert "\\xff: no" in texts[0]
+    assert "\udcff: no" in texts[1]

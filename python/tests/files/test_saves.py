@@ -5,6 +5,7 @@ Lone saves of all ranks to one path, averages beside a model, files that appear 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,15 +58,18 @@ def test_averages_of_several_decays_are_replaced_beside_a_model_that_stays(tmp_p
             model.weight.fill_(value)
         ema.update()
         ema.save(tmp_path)
+        called = json.loads((tmp_path / "averages.json").read_text())["shardow.files"]
+        assert sorted(called) == ["ema-0.9.safetensors", "ema-0.99.safetensors"]
         for decay in (0.9, 0.99):
-            assert torch.equal(
-                load_file(tmp_path / f"ema-{decay}.safetensors")["weight"], ema.full_state_dict(decay=decay)["weight"]
-            )
+            expected = ema.full_state_dict(decay=decay)["weight"]
+            assert torch.equal(load_file(tmp_path / called[f"ema-{decay}.safetensors"])["weight"], expected)
+            read = shardow.open(tmp_path / f"ema-{decay}.safetensors")
+            assert torch.equal(read["weight"], expected)
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert (tmp_path / "model-ema.safetensors").read_bytes() == b"of a user"
     assert names_in(tmp_path) == [
-        "ema-0.9.safetensors",
-        "ema-0.99.safetensors",
+        "averages.json",
+        *sorted(called.values()),
         "model-ema.safetensors",
         "model.safetensors",
     ]

@@ -297,3 +297,21 @@ def test_what_makes_no_sense_is_refused(arguments: Any, said: str) -> None:
     given = {"model_or_shapes": Model(), **arguments()}
     with pytest.raises(shardow.Error, match=said):
         plan(**given)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
+def test_recurrent_layers_are_planned_or_refused_by_name() -> None:
+    batch = torch.zeros(16, 4, 8)
+    for model, name in ((Recurrent(nn.LSTM), "layer"), (nn.LSTM(8, 8), "the model")):
+        with pytest.raises(NotImplementedError, match=rf"kernel of {name} keeps memory .* measure\(\)"):
+            shardow.memory.plan(model, batch=batch)
+    planned = shardow.memory.plan(Recurrent(nn.GRU), batch=batch, device="cpu")
+    assert planned["activations"] == shardow.memory.measure(Recurrent(nn.GRU), batch=batch)["activations"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -90,7 +92,10 @@ def test_checkpointed_blocks_keep_less_and_have_the_same_gradients(blocks: Any, 
 def test_bf16_is_autocast_in_training_alone() -> None:
     model = Model()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = gradients(model)
+        output = model(X)
+    model.zero_grad()
+    output.float().square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     plain = model.eval()(X)
     with shardow.memory.apply(model, **{**OFF, "bf16": True}):
         assert torch.equal(model.eval()(X), plain)
@@ -98,6 +103,51 @@ def test_bf16_is_autocast_in_training_alone() -> None:
         assert not same(expected, gradients(Model()))
         assert all(p.dtype == torch.float32 for p in model.parameters())
     assert same(gradients(model), gradients(Model()))
+
+
+class Answer(NamedTuple):
+    hidden: torch.Tensor
+    rest: dict[str, Any]
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Answer:
+        return Answer(self.linear(x), {"all": [self.linear(x), 7], "ids": torch.ones(2, dtype=torch.int64)})
+
+
+def test_bf16_outputs_of_the_outermost_forward_are_float32() -> None:
+    model = Structured()
+    with shardow.memory.apply(model, **{**OFF, "bf16": True}):
+        answer = model(X[0])
+        assert isinstance(answer, Answer)
+        dtypes = [answer.hidden.dtype, answer.rest["all"][0].dtype, answer.rest["ids"].dtype]
+        assert dtypes == [torch.float32, torch.float32, torch.int64]
+        assert answer.rest["all"][1] == 7
+        with torch.autocast("cpu", torch.bfloat16):  # the caller's: what follows is autocast too
+            assert model(X[0]).hidden.dtype == torch.bfloat16
+    with shardow.memory.apply(model, **{**OFF, "bf16": True}, bf16_outputs=True):
+        assert model(X[0]).hidden.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_bf16_on_a_device_without_it_stays_off_with_a_warning(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: asked.append(options) or supported)
+    seen: list[bool] = []
+    model = nn.Module()
+    with FakeTensorMode():
+        model.weight = nn.Parameter(torch.empty(4, device="cuda"))
+        model.forward = lambda x: seen.append(torch.is_autocast_enabled("cuda")) or x  # type: ignore[method-assign]
+        says = contextlib.nullcontext() if supported else pytest.warns(RuntimeWarning, match="no bfloat16")
+        with shardow.memory.apply(model, **{**OFF, "bf16": True}), says:
+            model(torch.empty(1, device="cuda"))
+    assert seen == [supported]
+    assert asked[0] == {"including_emulation": False}  # autocast asks once more
 
 
 def test_a_deep_copy_has_its_own_weights_and_evaluation_keeps_the_callers_autocast() -> None:
@@ -143,6 +193,17 @@ def test_names_and_state_are_those_of_before_and_remove_ends_it() -> None:
     handle.remove()
     handle.remove()
     assert model.forward.__func__ is forward  # type: ignore[attr-defined]
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (0, 2, 1)])
+def test_several_are_removed_in_any_order(order: tuple[int, ...]) -> None:
+    model = Model()
+    handles = [shardow.memory.apply(model) for _ in order]
+    inner = [module for module in model.modules() if "forward" in module.__dict__]
+    for i in order:
+        assert all("forward" in module.__dict__ for module in inner)
+        handles[i].remove()
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

@@ -51,12 +51,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lawa": 3}, "the last 3 of 2"),
     ({"lawa": -1}, "lawa=-1; it must be a whole number"),
     ({"lawa": 1.5}, "lawa=1.5; it must be a whole number"),
-    ({"ema": "much"}, "ema= has 'much'; it must be a number"),
-    ({"weights": [1, None]}, "weights= has None; it must be a number"),
+    ({"ema": "much"}, "ema='much'; it must be a number"),
+    ({"weights": [1, None]}, "weights=None; it must be a number"),
     ({"weights": [1, 1e308]}, "has the coefficient 1e[+]308"),
     ({"weights": [1, float("nan")]}, "weight nan"),
-    ({"steps": [1, 2.5]}, "steps= has 2.5; a step is a whole number"),
-    ({"steps": [1, 2**53 + 1]}, "from 0 to 2\\^53"),
+    ({"steps": [1, 2.5]}, "steps=2.5; it must be a whole number"),
+    ({"steps": [1, 2**53 + 1]}, "of at most 9007199254740992"),
     ({"curve": 5}, "linear, cosine"),
     ({"curve": "square"}, "linear, cosine, inv-sqrt or 1-sqrt"),
     ({"curve": "linear", "steps": [5, 5]}, "both of step 5"),
@@ -130,7 +130,7 @@ def test_sums_that_would_be_infinite_are_an_error(tmp_path: Path) -> None:
         shardow.merge([tmp_path / "step-1.safetensors"], tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
     half = {"w": torch.zeros(3).half(), "b": torch.zeros(3).half()}
-    with pytest.raises(ValueError, match="1 of 'w'"):
+    with pytest.raises(ValueError, match=r"1 of 'w'.*has lost its own values"):
         shardow.load(half, shardow.merged([tmp_path / "step-1.safetensors"]))
     shardow.merge([tmp_path / "step-1.safetensors"], tmp_path / "out", dtype="bfloat16")
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [99840.0, 1.0, torch.inf]

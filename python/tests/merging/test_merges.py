@@ -54,6 +54,25 @@ def test_all_that_does_not_fit_is_listed(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_views_whose_bits_change_their_elements_are_merged_as_they_read(tmp_path: Path) -> None:
+    state = {"w": torch._neg_view(torch.arange(3.0)), "c": torch.tensor([1 + 2j]).conj()}
+    torch.save(state, tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt")["w"].is_neg()
+    shardow.merge([tmp_path / "a.pt"], tmp_path / "out.safetensors")
+    merged = load_file(tmp_path / "out.safetensors")
+    assert merged["w"].tolist() == state["w"].tolist()
+    assert merged["c"].tolist() == state["c"].tolist()
+
+
+def test_parts_beside_tensors_are_no_loss_in_silence(tmp_path: Path) -> None:
+    part = {"w": torch.ones(2)}
+    torch.save({"encoder": {"deep": part}, "scale": torch.ones(1), "config": {"layers": 3}}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"a.pt has tensors under 'encoder' beside 'scale'"):
+        shardow.merge([tmp_path / "a.pt"], tmp_path / "out.safetensors")
+    torch.save({"scale": torch.ones(1), "config": {"layers": 3}}, tmp_path / "a.pt")
+    shardow.merge([tmp_path / "a.pt"], tmp_path / "out.safetensors")
+
+
 class Code:
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
         return (print, ("run",))

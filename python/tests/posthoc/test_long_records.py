@@ -27,7 +27,7 @@ def pretend(directory: Path, updates: int) -> None:
     runs.run(directory / "short", runs.powers(0.05, 0.1), range(1, 11), every=10)
     where = directory / "long" / f"snapshot-{updates:09}"
     where.mkdir(parents=True)
-    for file in (directory / "short" / "snapshot-000000010").iterdir():
+    for file in (directory / "short" / "snapshot-000000010").glob("*.safetensors"):
         with safe_open(file, "numpy") as opened:
             tensors, told = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
         record, state = (json.loads(told[key]) for key in ("shardow.snapshot", "shardow.state"))

@@ -149,7 +149,7 @@ def test_what_is_damaged_or_newer_is_noticed_before_anything_changes(what: str, 
     go_on(model, ema, range(1, 61), tmp_path, uneven(60))
     ema.snapshot(tmp_path, 1)
     at = tmp_path / "snapshot-000000060"
-    for file in at.iterdir():
+    for file in at.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             tensors, told = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
         bad = damaged(told["shardow.snapshot"])[what]

@@ -27,7 +27,7 @@ def terms(directory: Path, sigma_rel: float = 0.08, **asked: Any) -> list[tuple[
 
 
 def record_of(directory: Path, step: int) -> Any:
-    (file, *_) = sorted((directory / f"snapshot-{step:09}").iterdir())
+    (file, *_) = sorted((directory / f"snapshot-{step:09}").glob("*.safetensors"))
     with shardow.open(file) as opened:
         return json.loads(opened.metadata["shardow.snapshot"])
 
@@ -45,6 +45,19 @@ def test_what_is_due_is_saved_once(tmp_path: Path) -> None:
     assert told[9]["files"] == [
         str(tmp_path / "snapshot-000000010" / f"ema-power-sigma_rel={one}.safetensors") for one in TWO
     ]
+
+
+def test_averages_beyond_the_range_of_the_stored_dtype_are_refused(tmp_path: Path) -> None:
+    model, ema = runs.started(runs.powers(*TWO))
+    with torch.no_grad():
+        model.weight.view(-1)[0] = 7e4
+        model.weight.view(-1)[1] = torch.inf
+    ema.reset()
+    ema.update()
+    with pytest.raises(ValueError, match=r"1 averages of 'weight' are beyond the largest torch.float16"):
+        ema.snapshot(tmp_path, 1, dtype=torch.float16)
+    assert not list(tmp_path.iterdir())
+    assert ema.snapshot(tmp_path, 1, dtype=torch.bfloat16)
 
 
 def test_a_snapshot_is_the_averages_of_its_step(tmp_path: Path) -> None:

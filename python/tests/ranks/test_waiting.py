@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from outcomes import Outcome, outcome
 from store_host import host, stop
 
 import shardow
+from shardow import _core
+from shardow.averages.replicas import Exchange
+from shardow.files import engine
 from shardow.ranks import store_group, waiting
 from shardow.ranks.gather import Gatherer
 
@@ -201,3 +206,55 @@ def test_the_description_of_pieces_is_waited_for_as_everything_else() -> None:
         assert "[1] did not take part within 2 s" in message
         assert seconds < 5.0
     assert zero[3:] == one[3:] == ["none", "none"]
+
+
+def save_patiently(path: Path, timeout: float) -> None:
+    model = torch.nn.Linear(2, 2)
+    world = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+    shardow.save(model, path, timeout=timeout, group=world)
+    shardow.async_save(model, path, timeout=timeout, group=world).wait(timeout)
+    shardow.load(model, path, timeout=timeout, group=world)
+    ema = shardow.EMA(model, timeout=timeout, group=world)
+    with ema.swapped():
+        pass
+    ema.full_state_dict()
+    shardow.merge([path], path.with_name("merged.safetensors"), timeout=timeout, group=world)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e10, 1e300])
+def test_timeout_beyond_what_a_clock_holds_is_a_long_one(timeout: float, tmp_path: Path) -> None:
+    save_patiently(tmp_path / "a.safetensors", timeout)
+
+
+def test_ranks_wait_for_any_timeout(tmp_path: Path) -> None:
+    ranks.run(2, save_patiently, tmp_path / "a.safetensors", float("inf"))
+
+
+def leave(*_: object, **__: object) -> None:
+    os._exit(1)
+
+
+def meets_a_rank_that_is_gone(folder: Path, verb: str) -> Outcome:
+    """Rank 1 ends within the engine's part of a call."""
+    model = models.make()
+    ema = shardow.EMA(model, group=dist.group.WORLD, timeout=1.5)
+    path = folder / "averages.safetensors"
+    ema.save(path)
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: ema.save(path), "load": lambda: ema.load(path), "swap": ema.swap_in,
+    }  # fmt: skip
+    if dist.get_rank() == 1:
+        home, name = {"save": (engine, "_core"), "load": (_core, "open_ema"), "swap": (Exchange, "_gather")}[verb]
+        setattr(home, name, types.SimpleNamespace(SaveFile=leave) if name == "_core" else leave)
+    return outcome(calls[verb])
+
+
+@pytest.mark.parametrize(("verb", "says"), [
+    ("save", r"save\(\) to .*averages.safetensors: rank\(s\) \[1\]"),
+    ("load", r"load\(\) of .*averages.safetensors: rank\(s\) \[1\]"),
+    ("swap", r"rank\(s\) \[1\] own did not all arrive( within 1.5 s|: )"),
+])  # fmt: skip
+def test_rank_that_is_gone_is_reported_with_the_call(verb: str, says: str, tmp_path: Path) -> None:
+    kind, message, _ = ranks.run(2, meets_a_rank_that_is_gone, tmp_path, verb, may_die=True)[0]
+    assert kind in ("DeadlineError", "PeerFailedError")
+    assert re.search(says, message), message

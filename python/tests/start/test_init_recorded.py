@@ -191,6 +191,99 @@ def test_copies_of_a_module_are_initialised_as_it_is() -> None:
         assert torch.equal(model.cls, 0.25 * torch.arange(6.0).view(2, 3))
 
 
+def test_deep_copies_begin_equal() -> None:
+    def build() -> nn.Module:
+        layer = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8))
+        nn.init.trunc_normal_(layer[0].bias)
+        model = nn.ModuleList([layer, copy.deepcopy(layer), copy.deepcopy(layer)])
+        nn.init.normal_(model[2][0].weight)
+        return model
+
+    state = built(build)
+    for name, value in state.items():
+        if name.startswith("0."):
+            assert torch.equal(state[f"1{name[1:]}"], value), name
+            assert torch.equal(state[f"2{name[1:]}"], value) != (name == "0.0.weight"), name
+    drawn = [value.flatten()[0].item() for name, value in state.items() if value.ndim > 1 and name.startswith("0.")]
+    assert len({*drawn}) == len(drawn)
+
+
+class Computed(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if what == "data":
+            self.b.weight.data = self.b.weight.data * 2
+        elif what == "parameter":
+            self.b.weight = nn.Parameter(self.a.weight.norm(dim=0, keepdim=True) * self.b.weight)
+        elif what == "foreach":
+            torch._foreach_mul_([self.b.weight.data, self.a.weight.data], 2.0)
+        elif what == "tied data":
+            self.b.weight.data = self.a.weight.data
+        elif what == "tied parameter":
+            self.b.weight = nn.Parameter(self.a.weight.data)
+        elif what == "loaded":
+            self.b.load_state_dict(self.a.state_dict())
+        elif what == "swapped":
+            self.b.weight.data.mul_(self.a.weight.data)
+        elif what == "norm":
+            nn.utils.parametrizations.weight_norm(self.b)
+
+
+@pytest.mark.parametrize(
+    "what", ["data", "parameter", "foreach", "tied data", "tied parameter", "loaded", "swapped", "norm"]
+)
+def test_values_that_cannot_be_made_again_are_refused_by_name(what: str) -> None:
+    with shardow.meta_init():
+        model = Computed(what)
+    with pytest.raises(ValueError, match=r"not kept: .*'(a|b)\.[a-z.]*weight"):
+        shardow.materialize(model)
+    with shardow.meta_init():
+        shardow.materialize(nn.Sequential(Computed("")).to(torch.bfloat16))
+        model = Computed(what)
+        for param in model.parameters():
+            nn.init.ones_(param)
+    if "tied" not in what and what != "norm":
+        shardow.materialize(model)
+        assert all((param == 1).all() for param in model.parameters())
+
+
+class Drawing(nn.Module):
+    def __init__(self, number: float = 0.5) -> None:
+        super().__init__()
+        self.weight, self.scalar = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(1))
+        self.other = nn.Parameter(torch.empty(3, dtype=torch.bfloat16))
+        self.register_buffer("flags", torch.rand(5) > 0.5)
+        self.other.data.copy_(torch.rand(3)).mul_(number)
+
+
+def drawn() -> list[dict[str, torch.Tensor]]:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    expected = Drawing().state_dict()
+    states = []
+    for wrap in (lambda model: model, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,)))):
+        torch.manual_seed(rank)
+        with shardow.meta_init():
+            model = wrap(Drawing())
+        shardow.materialize(model, group=torch.distributed.group.WORLD)
+        state = model.state_dict()
+        states.append(
+            {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
+        )
+    with shardow.meta_init():
+        model = Drawing(rank)
+    with pytest.raises(shardow.Error, match=r"'other' is .* on rank 0 and .* on rank 1"):
+        shardow.materialize(model, group=torch.distributed.group.WORLD)
+    return [expected, *states]
+
+
+def test_what_constructors_draw_is_that_of_rank_0() -> None:
+    (expected, *first), (_, *second) = ranks.run(2, drawn)
+    for state in (*first, *second):
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
 def test_large_values_of_a_constructors_own_are_said_not_to_be_kept() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from nets import Block, fsdp2, net, only_rank0, same, same_bits, whole
+from outcomes import outcome
 from safetensors.torch import save_file
 from test_init_models import BF16, F16, F32, F64
 from torch import nn
@@ -161,3 +162,35 @@ def test_a_file_that_has_a_tied_tensor_under_all_its_names_fits(tmp_path: Path) 
     save_file(state, tmp_path / "a.safetensors")
     save_file({**state, "other": torch.zeros(1)}, tmp_path / "a.safetensors.more.safetensors")
     assert ranks.run(2, both_names, str(tmp_path / "a.safetensors")) == [True, True]
+
+
+def untied(directory: str) -> list[str]:
+    """Returns the errors of sources whose embedding and head, tied in the model, differ in the last row alone."""
+    state = {name: tensor.clone() for name, tensor in net(3).state_dict().items()}
+    state["head.weight"][-1, -1] = -1.0
+    messages = []
+    for source in (f"{directory}/a.safetensors", shardow.merged([f"{directory}/a.safetensors"] * 2), only_rank0(state)):
+        model = fsdp2(net(None))
+        messages.append(outcome(lambda model=model, source=source: shardow.materialize(model, source))[1])
+        assert all(param.is_meta for param in model.parameters())
+    return messages
+
+
+def test_a_source_with_different_tensors_under_the_names_of_a_tied_one_is_refused(tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in net(3).state_dict().items()}
+    state["head.weight"][-1, -1] = -1.0
+    save_file(state, tmp_path / "a.safetensors")
+    torch.save(state, tmp_path / "a.pt")
+    merged = shardow.merged([tmp_path / "a.pt"])
+    for fill in (
+        lambda model: shardow.load(model, tmp_path / "a.safetensors"),
+        lambda model: shardow.load(model, tmp_path / "a.safetensors", strict=False),
+        lambda model: shardow.load(model, merged),
+        lambda model: shardow.materialize(model, state),
+    ):
+        model = net(0)
+        with pytest.raises(ValueError, match=r"'embed.weight' and 'head.weight' differ in the source"):
+            fill(model)
+        assert same(model.state_dict(), net(0).state_dict())
+    for messages in zip(*ranks.run(2, untied, str(tmp_path)), strict=True):
+        assert all("'embed.weight' and 'head.weight' differ" in text for text in messages), messages

@@ -45,13 +45,17 @@ class Plan:
 
 def save(state: Mapping[str, torch.Tensor], decay: float, updates: int, directory: Path, team: Team) -> None:
     """Every rank writes its own shards; the directory is there whole, or as before. Collective."""
-    entries = {**state, _DECAY: torch.tensor(decay, dtype=torch.float64), _UPDATES: torch.tensor(updates)}
+    entries = {**state, _DECAY: _number(float(decay)), _UPDATES: _number(updates)}
 
     def write(partial: Path) -> None:
         with _quiet_alone():
             dcp_save(entries, checkpoint_id=str(partial), planner=EmaSavePlanner(), process_group=team.process_group)
 
     publish("save()", directory, directory.with_name(f".{directory.name}.partial"), team, write)
+
+
+def _number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64, device="cpu")
 
 
 @contextmanager
@@ -81,7 +85,7 @@ def read(found: Plan, state: Mapping[str, torch.Tensor], team: Team) -> tuple[fl
     """Into ``state``'s tensors, cast, whatever sharding wrote them; (decay, updates) where they were saved.
     Collective."""
     entries = {key: state[name] for name, key in found.fit.keys.items()}
-    counters = {_DECAY: torch.zeros((), dtype=torch.float64), _UPDATES: torch.zeros((), dtype=torch.int64)}
+    counters = {_DECAY: _number(0.0), _UPDATES: _number(0)}
     if found.has_counters:
         entries.update(counters)
     with _quiet_alone():

@@ -31,6 +31,7 @@ from shardow.compat.files.published import new_file
 from shardow.model.parts import held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer, Part
+from shardow.ranks.memory import empty
 from shardow.ranks.team import Team
 
 
@@ -111,7 +112,7 @@ def _archive(
     for part in parts:
         kept = part.flat.dtype
         # Nothing touches this memory.
-        like = torch.empty(part.region.shape, dtype=dtype if dtype and kept.is_floating_point else kept)
+        like = empty(part.region.shape, dtype if dtype and kept.is_floating_point else kept)
         template.update(dict.fromkeys(names[part.name], like))
     structure, numbers = _structure(template, path.parent), itertools.count()
     with new_file(path) as file, _zip(file) as archive:

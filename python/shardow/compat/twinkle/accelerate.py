@@ -115,7 +115,7 @@ class AccelerateStrategy(Strategy):
 def _sizes(mesh: Any) -> dict[str, int]:
     """Of a mesh's dimensions, by name."""
     names = None if mesh is None else getattr(mesh, "mesh_dim_names", None)
-    return dict(zip(names, torch.as_tensor(mesh.mesh).shape, strict=True)) if names else {}
+    return dict(zip(names, torch.as_tensor(mesh.mesh, device="cpu").shape, strict=True)) if names else {}
 
 
 def _parallelism(sizes: Mapping[str, int]) -> Any:

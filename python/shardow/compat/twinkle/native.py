@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardow.base.checks import unsupported
+from shardow.base.checks import unsupported, warn
 from shardow.compat.twinkle.strategy import Strategy
+from shardow.model.modules import repeated_blocks
 from shardow.start.wrap import wrap
 
 
@@ -43,8 +45,8 @@ class NativeFSDPStrategy(Strategy):
     def wrap_model(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-        """fully_shard() on decoder layers (``model.model.layers``) and on the model. With memory_efficient_init rank
-        0's weights count.
+        """fully_shard() on the layers (``_no_split_modules`` of any module, else ``model.model.layers``, else those
+        of wrap()) and on the model. With memory_efficient_init rank 0's weights count. Warns without layers.
         """
         mesh = _mesh_of(self.device_mesh)
         if mesh is None:
@@ -64,17 +66,34 @@ class NativeFSDPStrategy(Strategy):
 
 
 def _units(model: nn.Module) -> Any:
-    """Decoder layers, as wrap() takes units: none are the model alone."""
+    """Chooses units as wrap() takes them: modules of the classes that some module lists as ``_no_split_modules``, else
+    ``model.model.layers``, else wrap()'s own. A module that shares a weight with others is no unit.
+    """
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = getattr(getattr(model, "model", None), "layers", None)
-    chosen = set(map(id, layers)) if isinstance(layers, nn.ModuleList) else set()
-    return (lambda name, module: id(module) in chosen) if chosen else ()
+    uses = _uses(model)
+    chosen = [
+        module
+        for module in model.modules()
+        if named.intersection(cls.__name__ for cls in type(module).__mro__)
+        and all(uses[weight] == number for weight, number in _uses(module).items())
+    ] or (list(layers) if isinstance(layers, nn.ModuleList) else repeated_blocks(model))
+    if not chosen:
+        warn(f"{type(model).__name__} has no layers that are known, and is one unit: its weights are gathered at once")
+        return ()
+    return lambda name, module: any(module is unit for unit in chosen)
+
+
+def _uses(model: nn.Module) -> Counter[int]:
+    """Returns how many places of ``model`` each parameter has, by its id."""
+    return Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
 
 
 def _mesh_of(mesh: Any) -> DeviceMesh | None:
     """All its ranks in one dimension; None where that is one rank."""
     if mesh is None or getattr(mesh, "mesh_dim_names", None) is None:
         return None
-    flat = torch.as_tensor(mesh.mesh).flatten()
+    flat = torch.as_tensor(mesh.mesh, device="cpu").flatten()
     return DeviceMesh(mesh.device_type or "cuda", flat, mesh_dim_names=("fsdp",)) if flat.numel() > 1 else None
 
 

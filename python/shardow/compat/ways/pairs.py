@@ -17,7 +17,7 @@ from shardow.base.checks import warn
 from shardow.model import storage
 
 Tensors = list[torch.Tensor]
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _HOST = torch.device("cpu")
 
 

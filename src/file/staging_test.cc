@@ -1,0 +1,612 @@
+// A save changes its own files and nothing else: what it replaces, what it leaves alone, in which order, and what
+// readers meet at each instant of it.
+#include "file/staging.h"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <regex>
+
+#include "file/disk_model.h"
+#include "file/index.h"
+#include "file/saving_fixture.h"
+
+namespace shardow {
+namespace {
+
+TEST_F(Saving, ReplacesWhatTheOldIndexNamesAndNothingElse) {
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  const std::set<std::string> others = {"model-ema.safetensors",
+                                        "model-00001.safetensors",
+                                        "model-1-of-2.safetensors",
+                                        "ema-0.9.safetensors",
+                                        "model-abc-00001-of-00002.safetensors",
+                                        "model-00007-of-00009.safetensors",
+                                        "model-0123456789abcdef.safetensors",
+                                        "weights.safetensors.bak"};
+  for (const std::string& name : others) write(path / name, "of a user: " + name);
+  write(path / file::name_with_nonce("model.safetensors", kNonce, 6, 9), "of a save that did not commit");
+  for (const auto& options : {SaveOptions(), kShards, kShards, SaveOptions()}) {
+    save_version(version + 1, path, options);
+    expect_version(version, path);
+    EXPECT_EQ(versions::strays(path, others), "");
+    for (const std::string& name : others) EXPECT_EQ(bytes_of(path / name), "of a user: " + name);
+  }
+  std::set<std::string> expected = others;
+  expected.insert("model.safetensors");
+  EXPECT_EQ(in(path), expected);
+}
+
+TEST_F(Saving, IntoADirectoryWithoutACheckpointTakesPlainNamesThatAreFree) {
+  const auto path = folder_ / "model";
+  fs::create_directory(path);
+  write(path / "model-00001-of-00003.safetensors", "of a user");
+  save_version(1, path, kShards);
+  expect_version(1, path);
+  EXPECT_EQ(bytes_of(path / "model-00001-of-00003.safetensors"), "of a user");
+  EXPECT_TRUE(fs::exists(path / "model-00002-of-00003.safetensors"));
+  EXPECT_EQ(versions::strays(path, {"model-00001-of-00003.safetensors"}), "");
+}
+
+TEST_F(Saving, OfNamedFilesLeavesAModelBesideThemAlone) {
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  version = 2;
+  ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
+  expect_version(1, path);
+  version = 3;
+  ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
+  expect_version(3, path / "ema-0.99.safetensors");
+  save_version(4, path);
+  expect_version(3, path / "ema-0.9.safetensors");
+  EXPECT_EQ(versions::strays(path, {}), "");
+  EXPECT_EQ(in(path).size(), 4u);  // with the list of averages
+}
+
+/// One that an earlier version wrote has no list.
+TEST_F(Saving, OfNamedFilesReplacesThoseOfADirectoryWithoutAList) {
+  const auto path = folder_ / "model";
+  version = 1;
+  ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
+  fs::remove(path / file::kAveragesName);
+  expect_version(1, path / "ema-0.99.safetensors");
+  version = 2;
+  ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
+  expect_version(2, path / "ema-0.9.safetensors");
+  expect_version(2, path / "ema-0.99.safetensors");
+  EXPECT_EQ(versions::strays(path, {}), "");
+}
+
+/// Where the kernel refuses links to others' files, a copy would be ours, and what its owner goes on writing lost.
+TEST_F(Saving, LeavesOthersFilesWhereTheyAre) {
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  write(path / "log", "their first line");
+  std::ofstream theirs(path / "log", std::ios::app);
+  struct stat before {
+  }, after{};
+  ASSERT_EQ(::stat((path / "log").c_str(), &before), 0);
+  class Refusing : public base::Syscalls {
+    int link(const char*, const char*) override { return (errno = EPERM, -1); }
+  } machine;
+  machine_.syscalls = &machine;
+  save_version(2, path, kShards);
+  machine_.syscalls = nullptr;
+  ASSERT_EQ(::stat((path / "log").c_str(), &after), 0);
+  EXPECT_EQ(before.st_ino, after.st_ino);
+  theirs << ", and their second" << std::flush;
+  EXPECT_EQ(bytes_of(path / "log"), "their first line, and their second");
+}
+
+/// A volume may be mounted there.
+class Below : public base::Syscalls {
+ public:
+  explicit Below(fs::path path) : path_(path.string()) {}
+  int open(const char* path, int flags, mode_t mode) override { return look(path), Syscalls::open(path, flags, mode); }
+  int rename(const char* from, const char* to) override { return look(from), look(to), Syscalls::rename(from, to); }
+  int unlink(const char* path) override { return look(path), Syscalls::unlink(path); }
+  int rmdir(const char* path) override { return look(path), Syscalls::rmdir(path); }
+  int mkdir(const char* path, mode_t mode) override { return look(path), Syscalls::mkdir(path, mode); }
+  int link(const char* from, const char* to) override { return look(from), look(to), Syscalls::link(from, to); }
+  int list(const char* path, std::vector<std::string>* names) override {
+    return look(path), Syscalls::list(path, names);
+  }
+  std::atomic<int> touched = 0;
+
+ private:
+  void look(const std::string& path) { touched += path.starts_with(path_); }
+  const std::string path_;
+};
+
+TEST_F(Saving, TouchesNothingInDirectoriesBelowItsOwn) {
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  fs::create_directory(path / "volume");
+  write(path / "volume" / "data", "on another disk");
+  Below machine(path / "volume");
+  machine_.syscalls = &machine;
+  save_version(2, path, kShards);
+  save_version(3, path);
+  machine_.syscalls = nullptr;
+  EXPECT_EQ(machine.touched, 0);
+  EXPECT_EQ(bytes_of(path / "volume" / "data"), "on another disk");
+}
+
+TEST_F(Saving, KeepsItsDirectoryWithItsModeForWhoStandsInIt) {
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  ASSERT_EQ(::chmod(path.c_str(), 02770), 0);
+  struct stat before {
+  }, after{};
+  ASSERT_EQ(::stat(path.c_str(), &before), 0);
+  const fs::path home = fs::current_path();
+  fs::current_path(path);
+  save_version(2, path, kShards);
+  std::error_code error;
+  EXPECT_EQ(fs::current_path(error), fs::canonical(path)) << error.message();
+  fs::current_path(home);
+  ASSERT_EQ(::stat(path.c_str(), &after), 0);
+  EXPECT_EQ(before.st_ino, after.st_ino);
+  EXPECT_EQ(before.st_mode, after.st_mode);
+  EXPECT_EQ(before.st_gid, after.st_gid);
+}
+
+/// Calls `before_each` before each call that changes something, on the machine's own calls.
+class Instants : public base::Syscalls {
+ public:
+  explicit Instants(std::function<void()> before_each) : before_each_(std::move(before_each)) {}
+  int open(const char* path, int flags, mode_t mode) override {
+    if ((flags & O_CREAT) != 0) look();
+    return Syscalls::open(path, flags, mode);
+  }
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) override {
+    return look(), Syscalls::pwrite(fd, data, bytes, at);
+  }
+  int rename(const char* from, const char* to) override { return look(), Syscalls::rename(from, to); }
+  int link(const char* from, const char* to) override { return look(), Syscalls::link(from, to); }
+  int unlink(const char* path) override { return look(), Syscalls::unlink(path); }
+
+ private:
+  void look() {
+    base::Syscalls own;
+    const base::Seam<base::Syscalls>::Scope scope(&own);
+    const int saved = version;
+    before_each_();
+    version = saved;
+  }
+  std::function<void()> before_each_;
+};
+
+class Reading : public Saving {
+ protected:
+  void save_small(int which, int64_t limit) {
+    version = which;
+    auto held = versions::values(versions::kSmall, whole, 0, 1);
+    const file::InEnvironment here(&machine_);
+    save(*solo(), views_of(held), folder_ / "model", {.max_shard_size = limit});
+  }
+
+  int by_index() const { return versions::version_at(folder_ / "model"); }
+
+  /// As transformers does.
+  int file_first() const {
+    const auto path = folder_ / "model", file = path / "model.safetensors";
+    return versions::version_at(fs::exists(file) ? file : path);
+  }
+
+  /// The versions of all *.safetensors there; 0 for one that is not whole.
+  std::set<int> by_pattern() const {
+    std::set<int> found;
+    for (const auto& entry : fs::directory_iterator(folder_ / "model")) {
+      const std::string name = entry.path().filename().string();
+      if (name.starts_with('.') || entry.path().extension() != ".safetensors") continue;
+      const Checkpoint file = Checkpoint::open(entry.path());
+      for (const int which : {0, 1, 2}) {
+        version = which;
+        bool same = which > 0;
+        for (const Held& expected : versions::values(versions::kSmall, whole, 0, 1)) {
+          if (!file.contains(expected.view.name)) continue;
+          Held read(expected.view.name, expected.view.dtype, expected.view.region);
+          file.read(read.view);
+          same = same && read.memory == expected.memory;
+        }
+        if (same) found.insert(which);
+      }
+    }
+    return found;
+  }
+};
+
+TEST_F(Reading, AtEveryInstantFindsOneWholeVersionByTheIndexAndByTheFileAlike) {
+  for (const auto& [before, after] :
+       std::vector<std::pair<int64_t, int64_t>>{{0, 0}, {0, 1000}, {1000, 0}, {1000, 1000}, {1000, 80'000}}) {
+    SCOPED_TRACE(fmt::format("{} to {}", before, after));
+    fs::remove_all(folder_ / "model");
+    save_small(1, before);
+    std::vector<int> index, file;
+    Instants machine([&] {
+      index.push_back(by_index());
+      file.push_back(file_first());
+    });
+    machine_.syscalls = &machine;
+    save_small(2, after);
+    machine_.syscalls = nullptr;
+    for (auto* const seen : {&index, &file}) {
+      EXPECT_TRUE(std::is_sorted(seen->begin(), seen->end())) << fmt::format("{}", fmt::join(*seen, " "));
+      EXPECT_GE(seen->front(), 1);
+      EXPECT_LE(seen->back(), 2);
+    }
+    EXPECT_EQ(by_index(), 2);
+    EXPECT_EQ(file_first(), 2);
+  }
+}
+
+/// docs/durability.md says so: whoever takes every file of a directory may take those of two versions.
+TEST_F(Reading, ByPatternMayMeetBothVersionsWhereSeveralFilesAreReplaced) {
+  save_small(1, 1000);
+  std::set<std::set<int>> seen;
+  Instants machine([&] { seen.insert(by_pattern()); });
+  machine_.syscalls = &machine;
+  save_small(2, 1000);
+  machine_.syscalls = nullptr;
+  seen.insert(by_pattern());
+  EXPECT_EQ(seen, (std::set<std::set<int>>{{1}, {1, 2}, {2}}));
+}
+
+/// A save that commits while a directory is read, twice, so that names come again.
+TEST_F(Reading, ReadsTheIndexAgainWhereAFileIsGone) {
+  save_small(1, 1000);
+  class Saver : public base::Syscalls {
+   public:
+    std::function<void()> save;
+    int openat(int directory, const char* name, int flags, mode_t mode) override {
+      const bool now = std::string_view(name).ends_with(".safetensors") && left_-- == 0;
+      if (now) {
+        base::Syscalls own;
+        const base::Seam<base::Syscalls>::Scope scope(&own);
+        save();
+      }
+      return Syscalls::openat(directory, name, flags, mode);
+    }
+
+   private:
+    int left_ = 1;
+  } machine;
+  machine.save = [&] { save_small(2, 1000), save_small(3, 1000); };
+  const base::Seam<base::Syscalls>::Scope scope(&machine);
+  EXPECT_EQ(by_index(), 3);
+}
+
+/// Whose rename number `fatal` fails.
+class FailingRename : public base::Syscalls {
+ public:
+  explicit FailingRename(int fatal) : left_(fatal) {}
+  int rename(const char* from, const char* to) override {
+    return left_-- == 0 ? (errno = EIO, -1) : Syscalls::rename(from, to);
+  }
+  bool failed() const { return left_ < 0; }
+
+ private:
+  int left_;
+};
+
+TEST_F(Saving, LeavesWhatWasThereWhereARenameFails) {
+  const auto path = folder_ / "model";
+  for (const auto& [before, after] :
+       {std::pair(kShards, kShards), {SaveOptions(), kShards}, {kShards, SaveOptions()}}) {
+    for (int fatal = 0;; ++fatal) {
+      fs::remove_all(path);
+      save_version(1, path, before);
+      write(path / "config.json", "mine");
+      const std::set<std::string> there = in(path);
+      FailingRename machine(fatal);
+      machine_.syscalls = &machine;
+      version = 2;
+      const std::vector<int> codes = save_as(path, rows, 2, after);
+      machine_.syscalls = nullptr;
+      if (!machine.failed()) break;
+      EXPECT_EQ(codes, all(2, static_cast<int>(Code::kIo))) << fatal;
+      expect_version(1, path);
+      EXPECT_EQ(in(path), there) << fatal;
+      EXPECT_EQ(names(), (std::set<std::string>{"model"})) << fatal;
+    }
+    expect_version(2, path);
+  }
+}
+
+class NoRename : public base::Syscalls {
+ public:
+  int rename(const char*, const char*) override { return (errno = ENOSYS, -1); }
+};
+
+TEST_F(Saving, OfNamedFilesGoesToStorageThatRenamesNothing) {
+  NoRename storage;
+  const auto path = folder_ / "model";
+  for (const int which : {1, 2, 3}) {
+    machine_.syscalls = &storage;
+    version = which;
+    ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
+    machine_.syscalls = nullptr;
+    expect_version(which, path / "ema-0.9.safetensors");
+    expect_version(which, path / "ema-0.99.safetensors");
+    EXPECT_EQ(versions::strays(path, {}), "");
+  }
+  machine_.syscalls = &storage;
+  version = 4;
+  EXPECT_EQ(save_named({"one.safetensors"}), all(2, kFine));
+  EXPECT_EQ(save_named({"one.safetensors"}), all(2, static_cast<int>(Code::kUnsupported)));
+  machine_.syscalls = nullptr;
+  EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
+/// Writes down what changes names, and flushes. A nonce is N, safetensors are st.
+class Steps : public base::Syscalls {
+ public:
+  explicit Steps(fs::path folder) : folder_(std::move(folder)) {}
+  std::vector<std::string> steps;
+  int open(const char* path, int flags, mode_t mode) override {
+    if ((flags & O_CREAT) != 0) add("make", path);
+    return Syscalls::open(path, flags, mode);
+  }
+  int fsync(int fd) override {
+    return add("flush", fs::read_symlink("/proc/self/fd/" + std::to_string(fd))), Syscalls::fsync(fd);
+  }
+  int mkdir(const char* path, mode_t mode) override { return add("mkdir", path), Syscalls::mkdir(path, mode); }
+  int rename(const char* from, const char* to) override { return add("rename", from, to), Syscalls::rename(from, to); }
+  int link(const char* from, const char* to) override { return add("link", from, to), Syscalls::link(from, to); }
+  int unlink(const char* path) override { return add("remove", path), Syscalls::unlink(path); }
+
+ private:
+  std::string plain(const fs::path& path) const {
+    std::string text = path.lexically_relative(folder_).string();
+    text = std::regex_replace(text, std::regex("[0-9a-f]{16}"), "N");
+    return std::regex_replace(text, std::regex("safetensors"), "st");
+  }
+  void add(const char* what, const fs::path& from, const fs::path& to = {}) {
+    steps.push_back(fmt::format("{} {}{}", what, plain(from), to.empty() ? "" : " > " + plain(to)));
+  }
+  const fs::path folder_;
+};
+
+/// One rank's, of version `which`; of each file the data, the header and its length are flushed.
+struct Kind {
+  const char* name;
+  int which;
+  int64_t limit;
+  const char* steps;
+};
+
+const Kind kKinds[] = {
+    {"new", 1, 50'000, R"(
+make .model.lock.tmp
+mkdir .model.N.tmp
+make .model.N.tmp/model-00001-of-00003.st
+make .model.N.tmp/model-00002-of-00003.st
+make .model.N.tmp/model-00003-of-00003.st
+rename .model.N.tmp > .model.N.tmp
+rename .model.N.tmp > .model.N.tmp
+flush .model.N.tmp/model-00001-of-00003.st
+flush .model.N.tmp/model-00002-of-00003.st
+flush .model.N.tmp/model-00003-of-00003.st
+flush .model.N.tmp/model-00001-of-00003.st
+flush .model.N.tmp/model-00001-of-00003.st
+flush .model.N.tmp/model-00002-of-00003.st
+flush .model.N.tmp/model-00002-of-00003.st
+flush .model.N.tmp/model-00003-of-00003.st
+flush .model.N.tmp/model-00003-of-00003.st
+make .model.N.tmp/model.st.index.json
+flush .model.N.tmp/model.st.index.json
+flush .model.N.tmp
+rename .model.N.tmp > model
+flush .
+remove .model.lock.tmp
+)"},
+    {"several to several", 2, 50'000, R"(
+make .model.lock.tmp
+make model/.model-00001-of-00003.st.N.tmp
+make model/.model-00002-of-00003.st.N.tmp
+make model/.model-00003-of-00003.st.N.tmp
+rename model/.model-00001-of-00003.st.N.tmp > model/.model-00001-of-00003.st.N.tmp
+rename model/.model-00001-of-00003.st.N.tmp > model/.model-00001-of-00003.st.N.tmp
+flush model/.model-00001-of-00003.st.N.tmp
+flush model/.model-00002-of-00003.st.N.tmp
+flush model/.model-00003-of-00003.st.N.tmp
+flush model/.model-00001-of-00003.st.N.tmp
+flush model/.model-00001-of-00003.st.N.tmp
+flush model/.model-00002-of-00003.st.N.tmp
+flush model/.model-00002-of-00003.st.N.tmp
+flush model/.model-00003-of-00003.st.N.tmp
+flush model/.model-00003-of-00003.st.N.tmp
+rename model/.model-00001-of-00003.st.N.tmp > model/model-N-00001-of-00003.st
+rename model/.model-00002-of-00003.st.N.tmp > model/model-N-00002-of-00003.st
+rename model/.model-00003-of-00003.st.N.tmp > model/model-N-00003-of-00003.st
+make model/.model.st.index.json.N.tmp
+flush model/.model.st.index.json.N.tmp
+flush model
+rename model/.model.st.index.json.N.tmp > model/model.st.index.json
+flush model
+remove model/model-00001-of-00003.st
+remove model/model-00002-of-00003.st
+remove model/model-00003-of-00003.st
+remove .model.lock.tmp
+)"},
+    {"several to one", 1, 0, R"(
+make .model.lock.tmp
+make model/.model.st.N.tmp
+rename model/.model.st.N.tmp > model/.model.st.N.tmp
+rename model/.model.st.N.tmp > model/.model.st.N.tmp
+flush model/.model.st.N.tmp
+flush model/.model.st.N.tmp
+flush model/.model.st.N.tmp
+rename model/.model.st.N.tmp > model/model.st
+make model/.model.st.index.json.N.tmp
+flush model/.model.st.index.json.N.tmp
+flush model
+rename model/.model.st.index.json.N.tmp > model/model.st.index.json
+flush model
+remove model/model-N-00001-of-00003.st
+remove model/model-N-00002-of-00003.st
+remove model/model-N-00003-of-00003.st
+remove model/model.st.index.json
+remove .model.lock.tmp
+)"},
+    {"one to one", 2, 0, R"(
+make .model.lock.tmp
+make model/.model.st.N.tmp
+rename model/.model.st.N.tmp > model/.model.st.N.tmp
+rename model/.model.st.N.tmp > model/.model.st.N.tmp
+flush model/.model.st.N.tmp
+flush model/.model.st.N.tmp
+flush model/.model.st.N.tmp
+rename model/.model.st.N.tmp > model/model.st
+flush model
+remove .model.lock.tmp
+)"},
+    {"one to several", 1, 50'000, R"(
+make .model.lock.tmp
+make model/.model-00001-of-00003.st.N.tmp
+make model/.model-00002-of-00003.st.N.tmp
+make model/.model-00003-of-00003.st.N.tmp
+rename model/.model-00001-of-00003.st.N.tmp > model/.model-00001-of-00003.st.N.tmp
+rename model/.model-00001-of-00003.st.N.tmp > model/.model-00001-of-00003.st.N.tmp
+flush model/.model-00001-of-00003.st.N.tmp
+flush model/.model-00002-of-00003.st.N.tmp
+flush model/.model-00003-of-00003.st.N.tmp
+flush model/.model-00001-of-00003.st.N.tmp
+flush model/.model-00001-of-00003.st.N.tmp
+flush model/.model-00002-of-00003.st.N.tmp
+flush model/.model-00002-of-00003.st.N.tmp
+flush model/.model-00003-of-00003.st.N.tmp
+flush model/.model-00003-of-00003.st.N.tmp
+link model/.model-00001-of-00003.st.N.tmp > model/model-00001-of-00003.st
+link model/.model-00002-of-00003.st.N.tmp > model/model-00002-of-00003.st
+link model/.model-00003-of-00003.st.N.tmp > model/model-00003-of-00003.st
+make model/.model.st.index.json.N.tmp
+flush model/.model.st.index.json.N.tmp
+flush model
+rename model/.model.st.index.json.N.tmp > model/model.st.index.json
+flush model
+remove model/model.st
+remove model/.model-00001-of-00003.st.N.tmp
+remove model/.model-00002-of-00003.st.N.tmp
+remove model/.model-00003-of-00003.st.N.tmp
+remove .model.lock.tmp
+)"},
+};
+
+TEST_F(Reading, TakesTheseStepsInThisOrder) {
+  folder_ = fs::canonical(folder_);
+  for (const Kind& kind : kKinds) {
+    Steps machine(folder_);
+    machine_.syscalls = &machine;
+    save_small(kind.which, kind.limit);
+    machine_.syscalls = nullptr;
+    EXPECT_EQ(fmt::format("\n{}\n", fmt::join(machine.steps, "\n")), kind.steps) << kind.name;
+  }
+}
+
+TEST_F(Saving, PublishesTextsOfRank0WithTheirDirectory) {
+  const auto path = folder_ / "model";
+  for (const char* text : {"first", "second"}) {
+    version = text[0];
+    const std::vector<int> codes = on_ranks(2, [&](Group& group) {
+      auto held = hold(rows, group.rank(), 2, true);
+      SaveOptions options = kShards;
+      if (group.rank() == 0) options.texts["config.json"] = text;
+      save(group, views_of(held), path, options);
+    });
+    ASSERT_EQ(codes, all(2, kFine));
+    EXPECT_EQ(bytes_of(path / "config.json"), text);
+  }
+  for (const std::string name :
+       {"", ".", "..", "../up", "a/b", "model.safetensors", file::kIndexName, file::kAveragesName}) {
+    EXPECT_EQ(save_as(path, rows, 2, {.texts = {{name, ""}}}), all(2, static_cast<int>(Code::kInvalidArgument)))
+        << name;
+  }
+  EXPECT_EQ(save_as(folder_ / "one.safetensors", rows, 2, {.texts = {{"a.json", ""}}}),
+            all(2, static_cast<int>(Code::kInvalidArgument)));
+  EXPECT_EQ(bytes_of(path / "config.json"), "second");
+}
+
+TEST_F(Saving, TakesEveryNameThatTheFileSystemTakes) {
+  for (const size_t length : {224u, 225u, 226u, 240u, 255u}) {
+    std::string name;
+    while (name.size() + 2 <= length) name += "\xc3\xa4";
+    name.resize(length, 'x');
+    SCOPED_TRACE(length);
+    save_version(1, folder_ / name, kShards);
+    save_version(2, folder_ / name, kShards);
+    expect_version(2, folder_ / name);
+    EXPECT_EQ(names(), (std::set<std::string>{name}));
+    fs::remove_all(folder_ / name);
+    const std::string one = name.substr(0, length - 12) + ".safetensors";
+    save_version(3, folder_ / one);
+    expect_version(3, folder_ / one);
+    fs::remove_all(folder_ / one);
+  }
+}
+
+TEST_F(Saving, RefusesPathsThatNoCheckpointCanHaveBeforeAnythingIsWritten) {
+  const int invalid = static_cast<int>(Code::kInvalidArgument), io = static_cast<int>(Code::kIo);
+  fs::create_symlink("loop", folder_ / "loop");
+  fs::create_directory(folder_ / "directory.safetensors");
+  fs::create_directories(folder_ / "model" / "model.safetensors");
+  write(folder_ / "file", "a file");
+  write(folder_ / "precious", "not to be written over");
+  ASSERT_EQ(::mkfifo((folder_ / "pipe.safetensors").c_str(), 0600), 0);
+  const std::set<std::string> before = names();
+  const std::vector<std::pair<fs::path, int>> cases = {
+      {folder_ / "loop", invalid},
+      {folder_ / "loop" / "model", io},
+      {folder_ / "directory.safetensors", invalid},
+      {folder_ / "model", invalid},
+      {folder_ / "file", invalid},
+      {folder_ / "file" / "model", invalid},
+      {folder_ / "pipe.safetensors", invalid},
+      {folder_ / std::string("precious\0.safetensors", 21), invalid},
+      {folder_ / std::string(256, 'n'), io},
+      {folder_ / ".." / "..", invalid},
+  };
+  for (const auto& [path, code] : cases) EXPECT_EQ(save_as(path, rows, 2), all(2, code)) << path;
+  EXPECT_EQ(names(), before);
+  EXPECT_EQ(bytes_of(folder_ / "precious"), "not to be written over");
+}
+
+TEST_F(Saving, TakesMoreFilesThanAProcessMayOpen) {
+  move_to_memory();
+  constexpr int kTensors = 1100;
+  std::vector<Held> held;
+  for (int i = 0; i < kTensors; ++i) {
+    held.emplace_back("t" + std::to_string(i), DType::kF32, Region::whole({4}));
+    std::fill(held.back().memory.begin(), held.back().memory.end(), static_cast<std::byte>(i % 251));
+  }
+  class Counting : public base::Syscalls {
+   public:
+    int open(const char* path, int flags, mode_t mode) override {
+      const int fd = Syscalls::open(path, flags, mode);
+      most = std::max(most, fd);
+      return fd;
+    }
+    int most = 0;
+  } counting;
+  machine_.syscalls = &counting;
+  {
+    const file::InEnvironment here(&machine_);
+    save(*solo(), views_of(held), folder_ / "model", {.max_shard_size = 16});
+  }
+  machine_.syscalls = nullptr;
+  EXPECT_LT(counting.most, 200);
+  EXPECT_EQ(in(folder_ / "model").size(), kTensors + 1u);
+  for (const int i : {0, 1, 500, kTensors - 1}) {
+    Held read("t" + std::to_string(i), DType::kF32, Region::whole({4}));
+    load(*solo(), std::span(&read.view, 1),
+         folder_ / "model" /
+             file::read_index(base::File::open(folder_ / "model" / file::kIndexName)).at(read.view.name));
+    EXPECT_EQ(read.memory, held[static_cast<size_t>(i)].memory);
+  }
+}
+
+}  // namespace
+}  // namespace shardow

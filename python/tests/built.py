@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,3 +34,16 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = tmp_path_factory.mktemp("prefix")
     succeed(CMAKE, "--install", BUILD, "--component", "cpp", "--prefix", prefix)
     return prefix
+
+
+def named(folder: Path) -> dict[str, Path]:
+    """The files of a directory of averages, by the names that were asked for."""
+    files: dict[str, str] = json.loads((folder / "averages.json").read_text())["shardow.files"]
+    return {name: folder / file for name, file in files.items()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What is in them. Nothing else is there but their list."""
+    files = named(folder)
+    assert {*folder.iterdir()} == {*files.values(), folder / "averages.json"}
+    return {name: path.read_bytes() for name, path in files.items()}

@@ -138,12 +138,13 @@ def mutated(rng: random.Random) -> tuple[bytes, int]:
 def test_mutated_headers_get_the_same_verdict() -> None:
     rng = random.Random(1)
     verdicts = {True: 0, False: 0}
-    for _ in range(60_000 if os.environ.get("SHARDOW_ALL") else 20_000):
+    mutations = 60_000 if os.environ.get("SHARDOW_ALL") else 20_000
+    for _ in range(mutations):
         header, data = mutated(rng) if rng.random() < 0.9 else good(rng)
         theirs = reference(header, data)
         verdicts[theirs] += 1
         assert ours(header, data) == (theirs and not duplicate(header)), (header, data, theirs)
-    assert min(verdicts.values()) > 3000
+    assert min(verdicts.values()) > mutations // 20
 
 
 @pytest.mark.parametrize(

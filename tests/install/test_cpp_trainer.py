@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from built import CMAKE, ROOT, install, run, succeed
+from built import CMAKE, ROOT, contents, install, named, run, succeed
 from safetensors import safe_open
 
 Train = Callable[..., Any]
@@ -35,16 +35,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory, trainer: Train) -> tuple[
     return done.stdout, path
 
 
-def files(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
-
-
 def test_it_learns_and_its_averages_are_better(straight: tuple[str, Path]) -> None:
     accuracies = re.findall(r"accuracy ([\d.]+), of averages \(([\d.]+)\) ([\d.]+)", straight[0])
     assert [decay for _, decay, _ in accuracies] == ["0.9", "0.99"]
     assert all(float(plain) > 0.85 for plain, _, _ in accuracies)
     assert float(accuracies[0][2]) > 0.85
-    assert sorted(files(straight[1])) == ["ema-0.9.safetensors", "ema-0.99.safetensors", "training.safetensors"]
+    assert sorted(contents(straight[1])) == ["ema-0.9.safetensors", "ema-0.99.safetensors", "training.safetensors"]
 
 
 def test_any_number_of_ranks_ends_with_the_same_bytes(
@@ -52,7 +48,7 @@ def test_any_number_of_ranks_ends_with_the_same_bytes(
 ) -> None:
     for ranks in (1, 3, 4):
         assert trainer(ranks, tmp_path / str(ranks)).returncode == 0
-        assert files(tmp_path / str(ranks)) == files(straight[1]), f"{ranks} ranks"
+        assert contents(tmp_path / str(ranks)) == contents(straight[1]), f"{ranks} ranks"
 
 
 def test_a_save_that_was_killed_is_tried_again_and_the_run_goes_on_on_three_ranks(
@@ -62,13 +58,13 @@ def test_a_save_that_was_killed_is_tried_again_and_the_run_goes_on_on_three_rank
     killed = trainer(2, path, "--die-while-saving", 200)
     assert "a new start" in killed.stderr
     assert killed.returncode == -9
-    with safe_open(path / "ema-0.9.safetensors", "pt") as saved:
+    with safe_open(named(path)["ema-0.9.safetensors"], "pt") as saved:
         assert '"step":150' in saved.metadata()["shardow.state"].replace(" ", ""), "the checkpoint before is whole"
     resumed = trainer(3, path, "--until", 230)
     assert resumed.returncode == 0
     assert "a new start" not in resumed.stderr
     assert trainer(1, path).returncode == 0
-    assert files(path) == files(straight[1])
+    assert contents(path) == contents(straight[1])
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"], "nothing of the killed save is left"
 
 

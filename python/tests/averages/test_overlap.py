@@ -101,7 +101,6 @@ READS: dict[str, Callable[[nn.Module, shardow.EMA, Path], Any]] = {
     "load_state_dict": lambda model, ema, path: ema.load_state_dict(make()[2].state_dict()),
     "reset": lambda model, ema, path: ema.reset(),
     "stats": lambda model, ema, path: ema.stats(),
-    "step": lambda model, ema, path: ema.step,
     "distance": lambda model, ema, path: ema.distance(),
     "deepcopy": lambda model, ema, path: copy.deepcopy((model, ema)),
     "repr": lambda model, ema, path: repr(ema),

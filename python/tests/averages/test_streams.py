@@ -77,7 +77,6 @@ def test_every_call_follows_the_stream_first(tmp_path: Any) -> None:
         "export": lambda: ema.export(tmp_path / "b"),
         "copy_to": lambda: ema.copy_to(torch.nn.Linear(3, 2)),
         "distance": ema.distance,
-        "stats": ema.stats,
         "swapped": lambda: ema.swapped().__enter__(),
     }
     for name, call in calls.items():

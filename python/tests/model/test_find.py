@@ -153,7 +153,7 @@ def _memoryless() -> nn.Module:
         (lambda: nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), r"'weight'.*not contiguous.*strides"),
         (_sparse, "'table'.*sparse_coo"),
         (_memoryless, "'table' is a TwoTensor"),
-        (lambda: torch.ones(3), "Tensor; an nn.Module"),
+        (lambda: torch.ones(3), "is a Tensor; it must be of class Module"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "the model is a RecursiveScriptModule of torch.jit"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "'0' is a RecursiveScriptModule of torch.jit"),
     ],

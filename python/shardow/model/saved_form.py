@@ -85,8 +85,10 @@ class SavedForm(NamedTuple):
 def saved_form(view: ModelView | None) -> SavedForm | None:
     """Returns None for other models than transformers', and for those that save_pretrained() writes as they are."""
     loading: Any = sys.modules.get("transformers.core_model_loading")  # since version 5 beside every model
-    model = None if view is None else unwrapped(view.model)
-    if view is None or loading is None or all(cls.__name__ != "PreTrainedModel" for cls in type(model).__mro__):
+    if view is None or loading is None:
+        return None
+    model = unwrapped(view.model)
+    if all(cls.__name__ != "PreTrainedModel" for cls in type(model).__mro__):
         return None
     tracer, named = _Tracer(), {}
     for local in [*view.parameters, *view.buffers]:
@@ -111,8 +113,8 @@ def _as_built(model: nn.Module) -> Any:
     """Returns a shell of the model whose modules have the names and classes that they had before they were sharded."""
     shells: list[tuple[str, nn.Module]] = []
     for name, module in walk(model):
-        cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-        shells.append((name, object.__new__(cls)))
+        cls: Any = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+        shells.append((name, cls.__new__(cls)))
         shells[-1][1].__dict__.update(vars(module))
     shells[0][1].__dict__["named_modules"] = lambda: iter(shells)
     return shells[0][1]
@@ -122,7 +124,7 @@ class _Tracer(TorchDispatchMode):
     """Leaves tensors on meta views of those that are ``named``, and notes which are joined, along which dimension."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.named: dict[int, tuple[str, torch.Tensor]] = {}  # by memory
         self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}
 
@@ -150,14 +152,14 @@ class _Tracer(TorchDispatchMode):
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _axes(box: torch.Tensor, whole: torch.Tensor) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     """Returns where in ``whole`` a view of it begins, and which dimension each of the view's is. Raises LookupError
     where it is no box, or has its dimensions in another order.
     """
-    start, rest, known = [], box.storage_offset(), {}
+    start, rest, known = list[int](), int(box.storage_offset()), dict[int, int]()
     for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
         index, rest = divmod(rest, stride) if size > 1 else (0, rest)
         start.append(index)

@@ -73,7 +73,7 @@ void bind_posthoc(nb::module_& m) {
             return left_out;
           },
           "Snapshots of other runs, and of futures that were given up.")
-      .def("__str__", [](const Plan& plan) { return to_text(posthoc::describe(plan)); })
+      .def("__str__", [](const Plan& plan) { return nb::borrow<nb::str>(to_text(posthoc::describe(plan))); })
       .def("__repr__", [](const Plan& plan) {
         return "PosthocPlan(" + plan.target.key() + " at step " + std::to_string(plan.step) + ")";
       });

@@ -69,6 +69,22 @@ class Watch {
     return visit([this](size_t i, uint64_t mark) { return recorded_[i] == mark; });
   }
 
+  // For Python's collector: what is in a module's __dict__ may hold this watch, as where a model holds its EMA.
+  int traverse(visitproc found, void* arg) const {
+    for (const nb::dict& module : modules_)
+      if (const int stop = found(module.ptr(), arg); stop != 0) return stop;
+    for (const std::vector<nb::object>* held : {&contents_, &whole_, &sharded_})
+      for (const nb::object& object : *held)
+        if (const int stop = found(object.ptr(), arg); stop != 0) return stop;
+    return 0;
+  }
+
+  void clear() {
+    std::vector<nb::dict>().swap(modules_);
+    for (std::vector<nb::object>* held : {&contents_, &whole_, &sharded_}) std::vector<nb::object>().swap(*held);
+    recorded_.clear();
+  }
+
  private:
   // When they are first of use: asking takes half a microsecond each.
   void find_hints() {
@@ -147,6 +163,20 @@ class Watch {
   std::vector<uint64_t> recorded_;
 };
 
+int traverse_watch(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<Watch>(self)->traverse(visit, arg) : 0;
+}
+
+int clear_watch(PyObject* self) {
+  nb::inst_ptr<Watch>(self)->clear();
+  return 0;
+}
+
+PyType_Slot watch_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_watch)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear_watch)},
+                             {0, nullptr}};
+
 }  // namespace
 
 void bind_watch(nb::module_& m) {
@@ -161,7 +191,7 @@ void bind_watch(nb::module_& m) {
           },
           "tensors"_a);
   nb::class_<Watch>(
-      m, "Watch",
+      m, "Watch", nb::type_slots(watch_slots),
       "Remembers what modules hold, by their __dict__, and where and how whole tensors, and the _local_tensor of "
       "sharded ones, lie. "
       "hint(tensor): two addresses that torch will read for it; wrong ones do no harm.")

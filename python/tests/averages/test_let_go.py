@@ -102,3 +102,12 @@ def test_no_use_leaves_anything_for_the_collector(
     use(_model(), tmp_path / "some.safetensors")
     gc.collect()
     assert [type(one) for one in left] == []
+
+
+def test_the_collector_finds_a_model_that_holds_its_ema() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.ema = shardow.EMA(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -87,14 +87,30 @@ class EMA:
     """
 
     def __init__(
-        self, model: nn.Module, decay: float | _core.Schedule | Sequence[float | _core.Schedule] = 0.9999, *,
-        dtype: torch.dtype | str = torch.float32, device: torch.device | str | None = None,
-        replicas: Replicas = "split", params: Params = "trainable", buffers: Buffers = "copy", rule: Rule = "lerp",
-        stochastic: Stochastic = "auto", nonfinite: NonFinite = "hold", update_every: int = 1, start_step: int = 0,
-        seed: int = 0, source: Mapping[str, Source] | None = None, group: dist.ProcessGroup | None = None,
-        threads: int = 0, overlap: bool = False, ring_bytes: int = 128 << 20,
-        optimizer: torch.optim.Optimizer | None = None, timeout: float | timedelta | None = None, momentum: None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        decay: float | _core.Schedule | Sequence[float | _core.Schedule] = 0.9999,
+        *,
+        dtype: torch.dtype | str = torch.float32,
+        device: torch.device | str | None = None,
+        replicas: Replicas = "split",
+        params: Params = "trainable",
+        buffers: Buffers = "copy",
+        rule: Rule = "lerp",
+        stochastic: Stochastic = "auto",
+        nonfinite: NonFinite = "hold",
+        update_every: int = 1,
+        start_step: int = 0,
+        seed: int = 0,
+        source: Mapping[str, Source] | None = None,
+        group: dist.ProcessGroup | None = None,
+        threads: int = 0,
+        overlap: bool = False,
+        ring_bytes: int = 128 << 20,
+        optimizer: torch.optim.Optimizer | None = None,
+        timeout: float | timedelta | None = None,
+        momentum: None = None,
+    ) -> None:
         asked = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step,
@@ -262,9 +278,14 @@ class EMA:
         return engine.write_in_background(files, path, self._averages.team, progress=progress, **options)
 
     def load(
-        self, path: paths.StrPath, strict: bool = True, *, verify: bool = True, options: OptionsFrom = "file",
+        self,
+        path: paths.StrPath,
+        strict: bool = True,
+        *,
+        verify: bool = True,
+        options: OptionsFrom = "file",
         progress: Progress | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective.
 
         Args:
@@ -283,9 +304,15 @@ class EMA:
         return persistence.load(self._averages, path, strict, verify, options, progress)
 
     def export(
-        self, path: paths.StrPath, dtype: torch.dtype | str | None = None, *, max_shard_size: int | str | None = None,
-        decay: Decay | None = None, progress: Progress | None = None, metadata: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        path: paths.StrPath,
+        dtype: torch.dtype | str | None = None,
+        *,
+        max_shard_size: int | str | None = None,
+        decay: Decay | None = None,
+        progress: Progress | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one
         .safetensors file.
 

@@ -37,13 +37,13 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def named(folder: Path) -> dict[str, Path]:
-    """The files of a directory of averages, by the names that were asked for."""
+    """Returns the files of a directory of averages, by the names that were asked for."""
     files: dict[str, str] = json.loads((folder / "averages.json").read_text())["shardow.files"]
     return {name: folder / file for name, file in files.items()}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What is in them. Nothing else is there but their list."""
+    """Returns the bytes of these files. Nothing else is there but their list."""
     files = named(folder)
     assert {*folder.iterdir()} == {*files.values(), folder / "averages.json"}
     return {name: path.read_bytes() for name, path in files.items()}

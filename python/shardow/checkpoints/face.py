@@ -62,11 +62,17 @@ class Checkpoints:
         return Team(world if self._group is None else self._group, self._timeout)
 
     def save(
-        self, step: int, model: nn.Module | None = None, averages: EMA | None = None,
+        self,
+        step: int,
+        model: nn.Module | None = None,
+        averages: EMA | None = None,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
-        scheduler: Stateful | Mapping[str, Stateful] | None = None, state: Mapping[str, Any] | None = None,
-        asynchronous: bool = False, *, progress: Progress | None = None,
-    ) -> dict[str, Any] | SaveHandle:  # fmt: skip
+        scheduler: Stateful | Mapping[str, Stateful] | None = None,
+        state: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        *,
+        progress: Progress | None = None,
+    ) -> dict[str, Any] | SaveHandle:
         """All that is given as ``step``, in place of a step of that number. Collective.
 
         Args:
@@ -126,12 +132,17 @@ class Checkpoints:
         return restoring.newest(self.directory, team)
 
     def restore(
-        self, model: nn.Module | Literal["skip"] | None = None,
+        self,
+        model: nn.Module | Literal["skip"] | None = None,
         averages: EMA | Literal["from_model", "skip"] | None = None,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Literal["skip"] | None = None,
-        scheduler: Stateful | Mapping[str, Stateful] | Literal["skip"] | None = None, step: int | None = None, *,
-        absent: Mapping[str, str] | None = None, random: bool = True, options: OptionsFrom = "file",
-    ) -> dict[str, Any]:  # fmt: skip
+        scheduler: Stateful | Mapping[str, Stateful] | Literal["skip"] | None = None,
+        step: int | None = None,
+        *,
+        absent: Mapping[str, str] | None = None,
+        random: bool = True,
+        options: OptionsFrom = "file",
+    ) -> dict[str, Any]:
         """Fills what is given from ``step``, by default the newest whole one, and returns ``state`` as it was saved.
         Collective.
 

@@ -111,9 +111,15 @@ def last_state(parent: str | Path) -> str | None:
 
 
 def save_averages(
-    accelerator: Accelerator, ema: EMA, model: nn.Module, folder: str | Path, dtype: Any = None, *,
-    max_shard_size: int | str | None = None, decay: Any = None,
-) -> None:  # fmt: skip
+    accelerator: Accelerator,
+    ema: EMA,
+    model: nn.Module,
+    folder: str | Path,
+    dtype: Any = None,
+    *,
+    max_shard_size: int | str | None = None,
+    decay: Any = None,
+) -> None:
     """The averaged model as save_pretrained() leaves it, for from_pretrained() of transformers, diffusers or PEFT.
     Collective.
 

@@ -16,9 +16,15 @@ _DIFFUSION = "diffusion_pytorch_model.safetensors"
 
 
 def save_pretrained(
-    ema: EMA, model: nn.Module, folder: str | Path, dtype: Any = None, *, main: bool,
-    max_shard_size: int | str | None = None, decay: Any = None,
-) -> None:  # fmt: skip
+    ema: EMA,
+    model: nn.Module,
+    folder: str | Path,
+    dtype: Any = None,
+    *,
+    main: bool,
+    max_shard_size: int | str | None = None,
+    decay: Any = None,
+) -> None:
     """The averages of ``model``, which is unwrapped: of transformers or diffusers, with its configuration; of PEFT, the
     averaged adapter in its own dtype; of any other, weights alone. Every rank writes its part of them, by the names and
     in the form of transformers' own save_pretrained(). Collective.

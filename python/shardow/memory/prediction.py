@@ -115,11 +115,18 @@ class _Tensor:
 
 
 def plan(
-    model_or_shapes: nn.Module | Mapping[str, Any], ranks: int = 1, sharding: str = "fsdp2", *,
-    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw", batch: Any = None,
-    switches: Mapping[str, Any] | None = None, shards: int | None = None, averages: int = 1,
-    loss: Callable[[Any], Any] | None = None, device: torch.device | str | None = None,
-) -> Usage:  # fmt: skip
+    model_or_shapes: nn.Module | Mapping[str, Any],
+    ranks: int = 1,
+    sharding: str = "fsdp2",
+    *,
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw",
+    batch: Any = None,
+    switches: Mapping[str, Any] | None = None,
+    shards: int | None = None,
+    averages: int = 1,
+    loss: Callable[[Any], Any] | None = None,
+    device: torch.device | str | None = None,
+) -> Usage:
     """Predicts what training will hold on the fullest rank, in bytes.
 
     Weights, gradients, optimizer, averages, activations, and their total. Local; allocates nothing, and leaves the

@@ -66,9 +66,13 @@ def is_switched(module: nn.Module) -> bool:
 
 
 def apply(
-    model: nn.Module, bf16: bool = True, activation_checkpointing: Blocks = True, *, attention_weights: bool = False,
+    model: nn.Module,
+    bf16: bool = True,
+    activation_checkpointing: Blocks = True,
+    *,
+    attention_weights: bool = False,
     bf16_outputs: bool = False,
-) -> Switches:  # fmt: skip
+) -> Switches:
     """Makes training steps of ``model`` take less memory, until ``remove()`` or the end of a ``with`` block.
 
     Names, parameters and hooks stay; sharded models too.
@@ -132,9 +136,14 @@ def _checkpointed(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
 
 
 def _without_weights(
-    module: nn.Module, forward: Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
+    module: nn.Module,
+    forward: Forward,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     if len(args) < 2:  # (key_padding_mask, need_weights, ...)
         kwargs.setdefault("need_weights", False)
     return forward(query, key, value, *args, **kwargs)

@@ -36,11 +36,18 @@ Source = str | Path | Merged | Mapping[str, torch.Tensor] | Callable[[nn.Module]
 
 @torch.no_grad()
 def materialize(
-    model: nn.Module, source: Source = None, optimizer: torch.optim.Optimizer | None = None, *,
-    device: torch.device | str | None = None, strict: bool = True, dtype: torch.dtype | None = None,
-    progress: Progress | None = None, seed: int = 0, group: dist.ProcessGroup | None = None,
+    model: nn.Module,
+    source: Source = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    seed: int = 0,
+    group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Gives what is on meta memory and values, and parameters and persistent buffers that have values already those of
     the source.
 
@@ -85,10 +92,16 @@ def materialize(
 
 @torch.no_grad()
 def load(
-    target: Saveable, path: StrPath | Merged, strict: bool = True, verify: bool = True, *,
-    group: dist.ProcessGroup | None = None, progress: Progress | None = None, timeout: float | timedelta | None = None,
+    target: Saveable,
+    path: StrPath | Merged,
+    strict: bool = True,
+    verify: bool = True,
+    *,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+    timeout: float | timedelta | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it.
 
     A module that is on meta gets memory, as by materialize(). Collective over the ranks that share them.

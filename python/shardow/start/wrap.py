@@ -30,11 +30,19 @@ Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | Non
 
 
 def wrap(
-    model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None, units: Units = None, *,
-    source: Source = None, memory_efficient_init: bool = True, reshard_after_forward: bool = True,
-    mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None, strict: bool = True,
-    group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
+    model: nn.Module,
+    mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | None = None,
+    units: Units = None,
+    *,
+    source: Source = None,
+    memory_efficient_init: bool = True,
+    reshard_after_forward: bool = True,
+    mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None,
+    strict: bool = True,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """fully_shard() on every unit and on the model, and its weights, in one call. Collective over the mesh.
 
     Args:

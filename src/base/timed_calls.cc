@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/mutex.h"
+#include "base/paths.h"
 
 namespace shardow::base {
 namespace {

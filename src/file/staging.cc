@@ -275,7 +275,7 @@ void Staging::write_text(const std::string& name, const std::string& text) {
 std::string Staging::put(size_t file) {
   const std::string& name = files_[file].first;
   const Path draft = target_.file(name), plain = target_.path / name;
-  const std::string with_nonce = name_with_nonce(name, target_.nonce, file, files_.size());
+  std::string with_nonce = name_with_nonce(name, target_.nonce, file, files_.size());
   if (!target_.renames) return target_.list_name.empty() ? name : with_nonce;
   if (target_.hugging_face && files_.size() == 1) {  // what readers take that do not look for an index
     const auto old = listing_in(target_.path, kIndexName);

@@ -6,8 +6,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <regex>
-
 #include "file/disk_model.h"
 #include "file/index.h"
 #include "file/saving_fixture.h"
@@ -361,8 +359,12 @@ class Steps : public base::Syscalls {
  private:
   std::string plain(const fs::path& path) const {
     std::string text = path.lexically_relative(folder_).string();
-    text = std::regex_replace(text, std::regex("[0-9a-f]{16}"), "N");
-    return std::regex_replace(text, std::regex("safetensors"), "st");
+    for (size_t at = 0; at + 16 <= text.size(); ++at)
+      if (text.find_first_not_of("0123456789abcdef", at) >= at + 16) text.replace(at, 16, "N");
+    const std::string_view long_name = "safetensors";
+    for (size_t at = text.find(long_name); at != std::string::npos; at = text.find(long_name))
+      text.replace(at, long_name.size(), "st");
+    return text;
   }
   void add(const char* what, const fs::path& from, const fs::path& to = {}) {
     steps.push_back(fmt::format("{} {}{}", what, plain(from), to.empty() ? "" : " > " + plain(to)));

@@ -19,6 +19,7 @@
 #include "file/crc.h"
 #include "file/header.h"
 #include "file/load.h"
+#include "file/path_lock.h"
 #include "file/staging.h"
 #include "file_options.h"
 #include "shardow/checkpoint.h"
@@ -74,6 +75,16 @@ class Save {
   nb::object group_, told_;
   Callbacks callbacks_;
   std::unique_ptr<StagedSave> save_;
+};
+
+/// A PathLock that Python ends.
+class LockedPath {
+ public:
+  explicit LockedPath(const base::Path& path) : lock_(std::make_unique<file::PathLock>(path, file::Until())) {}
+  void close() { lock_.reset(); }
+
+ private:
+  std::unique_ptr<file::PathLock> lock_;
 };
 
 nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const Checkpoint& checkpoint, bool strict,
@@ -176,6 +187,10 @@ void bind_file(nb::module_& m) {
         "timeout"_a = 600.0, "progress"_a = nb::none(),
         "load() from a path. choose(checkpoint) -> (tensors, strict), on every rank; what it raises is raised on all. "
         "Collective.");
+  nb::class_<LockedPath>(m, "LockedPath", "While it is held, no save to a path begins.")
+      .def(nb::init<base::Path>(), "path"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Raises DeadlineError where a living save holds the path, IoError where the lock's file cannot be made.")
+      .def("close", &LockedPath::close, nb::call_guard<nb::gil_scoped_release>());
   m.def("clear_dead_saves", &file::clear_dead, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Removes what saves to a path left whose processes died; raises nothing.");
   m.def(

@@ -104,7 +104,12 @@ TEST_F(CudaCalls, AnUpdateOfAveragesOnTheHostMakesNothingAnew) {
       ema_->wait();
     };
     update();  // starts the threads
-    const Numbers first = calls_of(update);
+    const auto calls = [&] {
+      Numbers numbers = calls_of(update);
+      numbers.erase("stream waits");  // one more where a thread of copies is the later one
+      return numbers;
+    };
+    const Numbers first = calls();
     for (const char* made : {"event that sleeps", "event that spins", "stream", "pin", "malloc", "launch"})
       EXPECT_EQ(first.count(made), 0u) << made;
     base::uncounted = &fake::inside;
@@ -113,7 +118,7 @@ TEST_F(CudaCalls, AnUpdateOfAveragesOnTheHostMakesNothingAnew) {
               }),
               0);
     base::uncounted = nullptr;
-    EXPECT_EQ(calls_of(update), first);
+    EXPECT_EQ(calls(), first);
     TearDown();
   }
 }

@@ -61,7 +61,13 @@ def _was_whole(at: Path, marks: frozenset[object]) -> bool:
 
 
 def _remove(at: Path) -> None:
+    """A step that another job saves anew at this moment stays."""
     _core.clear_dead_saves(at)
+    with contextlib.suppress(errors.DeadlineError), contextlib.closing(_core.LockedPath(at)):
+        _remove_locked(at)
+
+
+def _remove_locked(at: Path) -> None:
     try:
         inside = os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)  # a link is somebody's own
     except OSError:
@@ -69,7 +75,7 @@ def _remove(at: Path) -> None:
     try:
         text, save = _manifest(inside)
         names = [name for name in os.listdir(inside) if _is_ours(at, name, inside, save)]
-        if _manifest(inside)[0] != text:  # another job has saved the step again
+        if _manifest(inside)[0] != text:  # another job has saved the step again, on storage without locks
             return
         for name in [manifest.NAME, *names] if names or save else ():
             with contextlib.suppress(FileNotFoundError):  # another job's removal, or its save

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import shardow
+from shardow import _core
 
 
 def save(checkpoints: shardow.Checkpoints, *steps: int) -> None:
@@ -130,6 +133,8 @@ def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
 def test_a_directory_that_takes_the_place_of_one_that_goes_is_left_alone(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As on storage without locks, where no removal keeps another job from saving."""
+    monkeypatch.setattr(_core, "LockedPath", lambda _: io.BytesIO())
     checkpoints = shardow.Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
     own, new = getattr(os, call), []
@@ -145,6 +150,17 @@ def test_a_directory_that_takes_the_place_of_one_that_goes_is_left_alone(
     monkeypatch.undo()
     assert new
     assert step_of(checkpoints, 1) == 1
+
+
+def test_a_step_that_another_job_is_saving_anew_stays(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    with contextlib.closing(_core.LockedPath(tmp_path / "step-000000001")):  # as that save holds it
+        save(checkpoints, 2)
+        assert there(tmp_path) == [1, 2]
+    save(checkpoints, 3)
+    assert there(tmp_path) == [3]
+    assert sorted(os.listdir(tmp_path)) == ["step-000000003"]
 
 
 def test_two_jobs_in_one_directory_count_each_others_steps(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ test: build  ## every test; Python's, which wait more than they work, beside the
 
 test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
 	tools/gpu-rehearsal $(BIN)/python
-	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R cuda_programs
+	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R "cuda_programs|file"
 	SHARDOW_ALL=1 $(MAKE) -j2 test-frameworks test-python
 
 # A test that stands still is an error and does not hold up the rest.

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <functional>
@@ -23,6 +24,7 @@ constexpr bool kSlow = true;  // fewer rounds of the same
 #else
 constexpr bool kSlow = false;
 #endif
+inline const bool kAll = std::getenv("SHARDOW_ALL") != nullptr;  // the full matrices of `make test-all`
 
 /// Storage that takes files only from front to end, as mounts of object stores do.
 class FrontToEnd final : public base::Syscalls {

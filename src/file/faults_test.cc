@@ -64,9 +64,12 @@ TEST_F(Checkpoints, OfABadDiskIsTheOldOneWithOneErrorForAll) {
   const auto path = folder_ / "model";
   const SaveOptions options{.max_shard_size = 1 << 20, .texts = {{"checkpoint.json", "{}"}}};
   ASSERT_EQ(save_as(path, flat, 3, options), all(3, kFine));
+  std::vector<int> errors{EIO};
+  if (!kSlow) errors.push_back(ENOSPC);
+  if (kAll) errors.push_back(EDQUOT);
   for (const Call call : {Call::kOpen, Call::kWrite, Call::kTruncate, Call::kSync, Call::kRename, Call::kMkdir,
                           Call::kSpace, Call::kClose}) {
-    for (const int error : kSlow ? std::vector<int>{EIO} : std::vector<int>{EIO, ENOSPC, EDQUOT}) {
+    for (const int error : errors) {
       for (int after = 0;; ++after) {
         SCOPED_TRACE(std::to_string(static_cast<int>(call)) + " fails with " + std::to_string(error) + " after " +
                      std::to_string(after));

@@ -21,7 +21,6 @@ using versions::version_of;
 using versions::Way;
 using versions::ways;
 
-const bool kAll = std::getenv("SHARDOW_ALL") != nullptr;
 class PowerCut : public Checkpoints {
  protected:
   PowerCut() { move_to_memory(); }

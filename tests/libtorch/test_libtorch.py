@@ -24,6 +24,10 @@ from torch.utils.cpp_extension import include_paths  # noqa: E402
 import shardow  # noqa: E402
 
 HERE = Path(__file__).parent
+ALL = bool(os.environ.get("SHARDOW_ALL"))
+of_the_example = pytest.mark.skipif(
+    not ALL, reason="the example takes another compile of torch's headers: SHARDOW_ALL=1"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +37,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with all three programs. They are compiled side by side: torch's headers take half a minute each."""
+    """A directory with the programs. They are compiled side by side: torch's headers take half a minute each."""
     build = tmp_path_factory.mktemp("build")
-    sources = {"tests": HERE, "example": ROOT / "examples" / "libtorch", "trainer": ROOT / "examples" / "cpp"}
+    sources = {"tests": HERE, "trainer": ROOT / "examples" / "cpp"}
+    if ALL:
+        sources["example"] = ROOT / "examples" / "libtorch"
     where = f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}"
     for name, source in sources.items():
         succeed(CMAKE, "-S", source, "-B", build / name, where, f"-DDIGITS_PYTHON={sys.executable}")
@@ -75,7 +81,7 @@ def test_views_and_groups_and_both_libraries_in_one_program(built: Path) -> None
     assert "libtorch_cpu.so" in needed
 
 
-@pytest.mark.skipif(not os.environ.get("SHARDOW_ALL"), reason="the programs compile the header: SHARDOW_ALL=1")
+@pytest.mark.skipif(not ALL, reason="the programs compile the header: SHARDOW_ALL=1")
 def test_the_header_s_sketch_compiles_with_clang_where_it_is_there(installed: Path, tmp_path: Path) -> None:
     header = installed / "include" / "shardow" / "libtorch.h"
     sketch = program_of(header, more=", std::shared_ptr<torch::nn::Module> model, Steps& optimizer")
@@ -86,6 +92,7 @@ def test_the_header_s_sketch_compiles_with_clang_where_it_is_there(installed: Pa
     succeed(compiler, *warnings, "-fsyntax-only", f"-I{installed / 'include'}", *torch_s, tmp_path / "sketch.cc")
 
 
+@of_the_example
 def test_what_stopped_or_was_killed_goes_on_bit_for_bit(built: Path, straight: Path, tmp_path: Path) -> None:
     stopped, killed = tmp_path / "stopped", tmp_path / "killed"
     train(built, stopped, 70)
@@ -139,6 +146,7 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(16 * 4 * 4, 10)
 
 
+@of_the_example
 def test_python_opens_the_export_and_goes_on_with_the_averages(straight: Path) -> None:
     net, loaded = Net(), Net()
     exported = load_file(straight / "model.safetensors")

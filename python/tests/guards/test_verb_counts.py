@@ -31,7 +31,9 @@ RECORDED = {
     "swapped(), in, ddp": Counts(5, 44, 25),
     "swapped(), out, ddp": Counts(2, 18, 20),
 }
-ATTEMPTS = 5  # on a machine that is busy a rank asks the store more often whether the others have come: the least counts
+ATTEMPTS = (
+    5  # on a machine that is busy a rank asks the store more often whether the others have come: the least counts
+)
 MEANT = "Where that is meant, write the new number into RECORDED and say in the commit why"
 
 

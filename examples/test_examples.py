@@ -6,8 +6,6 @@ They learn, their averages are averages, and what was stopped or killed goes on 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import subprocess
 import sys
 import time
@@ -123,14 +121,17 @@ def test_ddp_goes_on_after_it_was_killed_as_if_it_had_not_been(straight: Straigh
 
 
 def in_two_parts(script: str, train: Train, steps: int, out: Path, **options: object) -> dict[str, float]:
-    """The results of a run that nothing stops. A second one, stopped halfway, goes on as a program of its own to the
-    same averages.
+    """The results of a run that nothing stops. A second one, stopped halfway, goes on to the same averages, with
+    SHARDOW_ALL as a program of its own.
     """
     found: dict[str, float] = ranks.run(2, partial(train, steps, out / "straight", **options))[0]
     ranks.run(2, partial(train, steps // 2, out / "parts", **options))
     halfway = exported(out / "parts")
-    flags = (f"--{name}={value}" for name, value in options.items())
-    finish(start(script, "--steps", steps, "--out", out / "parts", *flags))
+    if ALL:
+        flags = (f"--{name}={value}" for name, value in options.items())
+        finish(start(script, "--steps", steps, "--out", out / "parts", *flags))
+    else:  # ddp.py is started by torchrun, whose processes take 6 s each to import all
+        ranks.run(2, partial(train, steps, out / "parts", **options))
     assert equal(exported(out / "parts"), exported(out / "straight"))
     assert not equal(halfway, exported(out / "straight"))
     return found
@@ -167,28 +168,3 @@ def test_the_language_model_learns(tmp_path: Path) -> None:
     assert max(results.values()) < 5, results  # a model that has learned nothing needs 8
     assert results["weights"] != results["averages"]
     assert sum(tensor.numel() for tensor in exported(tmp_path).values()) > 10_000_000
-
-
-def test_the_trainer_evaluates_its_averages_and_goes_on_after_a_stop(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    from . import hf_trainer
-
-    losses = {}
-    for out in ("straight", "parts"):
-        flags = ("--steps", 4, "--save-every", 2, "--out", tmp_path / out)
-        said = finish(start("hf_trainer.py", *flags, world=2 if ALL else 1))  # transformers takes 5 s to import
-        losses[out] = float(re.findall(r"'eval_loss': '?([0-9.]+)", said)[-1])
-        if out == "straight":  # the other run finds what one has that was stopped after its first checkpoint
-            shutil.copytree(tmp_path / out / "checkpoint-2", tmp_path / "parts" / "checkpoint-2")
-    assert equal(exported(tmp_path / "parts"), exported(tmp_path / "straight"))
-    assert losses["parts"] == losses["straight"] < 5.4
-    found = {}
-    for name in ("model", "checkpoint-4"):
-        model = LlamaForCausalLM.from_pretrained(tmp_path / "straight" / name, local_files_only=True).eval()
-        held_out = torch.stack([window["input_ids"] for window in hf_trainer.windows()[:64]])
-        with torch.no_grad():
-            found[name] = float(model(input_ids=held_out, labels=held_out).loss)
-    assert (
-        found["model"] == pytest.approx(losses["straight"], abs=1e-3) != pytest.approx(found["checkpoint-4"], abs=1e-3)
-    )

@@ -263,7 +263,7 @@ class EMA:
             metadata: texts for the header, beside the state.
 
         Returns:
-            {"files": [path], "bytes_written": by this rank, "seconds": float}.
+            dict: {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
         files, options = persistence.files_to_save(self._averages, "save()", max_shard_size, metadata)
         return engine.write(files, path, self._averages.team, progress=progress, **options)
@@ -296,7 +296,7 @@ class EMA:
             progress: called on rank 0 with (bytes done, bytes in all) about twice a second.
 
         Returns:
-            {"missing": [name], "unexpected": [name], "bytes_read": by this rank, "seconds": float}.
+            dict: {"missing": [name], "unexpected": [name], "bytes_read": by this rank, "seconds": float}.
 
         Raises:
             ValueError: something does not fit, or the file is corrupt; FileNotFoundError, OSError, TimeoutError.
@@ -327,7 +327,7 @@ class EMA:
             metadata: texts for the header.
 
         Returns:
-            {"files": [path], "bytes_written": by this rank, "seconds": float}.
+            dict: {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
         return persistence.export(self._averages, path, dtype, max_shard_size, decay, progress, metadata)
 
@@ -390,7 +390,7 @@ class EMA:
                 taken in the order of their decays there.
 
         Returns:
-            {"missing": [name], "unexpected": [name]}.
+            dict: {"missing": [name], "unexpected": [name]}.
 
         Raises:
             ValueError: what does not fit, or another number of averages.

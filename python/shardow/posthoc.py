@@ -87,8 +87,8 @@ def synthesize(
         As plan() does; ValueError too where ``out`` would take the place of a snapshot's files.
 
     Returns:
-        {"plan": what was made, with its residual and bounds, "files": [path], "bytes_read", "bytes_written": by this
-        rank, "seconds"}.
+        dict: {"plan": what was made, with its residual and bounds, "files": [path], "bytes_read", "bytes_written": by
+        this rank, "seconds"}.
     """
     with with_torch("synthesize()"):
         import torch.distributed as dist

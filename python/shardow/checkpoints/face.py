@@ -86,8 +86,8 @@ class Checkpoints:
             progress: called on rank 0 with (bytes done, bytes in all).
 
         Returns:
-            {"files": [path], "bytes_written": by this rank, "seconds": float}; with ``asynchronous`` a SaveHandle,
-            whose wait() gives it.
+            dict: {"files": [path], "bytes_written": by this rank, "seconds": float}; with ``asynchronous`` a
+            SaveHandle, whose wait() gives it.
 
         Raises:
             ValueError: ranks that disagree, what is no plain value, an optimizer of other parameters, weights that are

@@ -54,7 +54,7 @@ def save(
         timeout: seconds or timedelta without a sign of progress of some rank.
 
     Returns:
-        {"files": [path], "bytes_written": by this rank, "seconds": float}.
+        dict: {"files": [path], "bytes_written": by this rank, "seconds": float}.
 
     Raises:
         ValueError: ranks that disagree, regions that overlap or leave a hole, weights that are an EMA's averages now,

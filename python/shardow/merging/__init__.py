@@ -1,3 +1,3 @@
-"""Averages after the fact: merges of checkpoints, into files or straight into a model.
+"""Merges of checkpoints, into files or straight into a model.
 
 May import: files, model, ranks, base, errors."""

@@ -93,11 +93,11 @@ def merge(
         group: the ranks that merge; by default all, where torch.distributed is initialised.
 
     Returns:
-        {"inputs": [{"name", "step", "coefficient"}] in the order in which they were added, "newest": name of the input
-        that integers and booleans are taken from, "formula": str, "sum": of the coefficients, "index_error": None, or
-        how far the learning rate would be from the curve's at most, in parts of its peak, were inputs weighed by index,
-        "averaged": [name], "taken": [name of a tensor that is the newest input's], "files": [path], "bytes_read",
-        "bytes_written": by this rank, "seconds": float}.
+        dict: {"inputs": [{"name", "step", "coefficient"}] in the order in which they were added, "newest": name of the
+        input that integers and booleans are taken from, "formula": str, "sum": of the coefficients, "index_error":
+        None, or how far the learning rate would be from the curve's at most, in parts of its peak, were inputs weighed
+        by index, "averaged": [name], "taken": [name of a tensor that is the newest input's], "files": [path],
+        "bytes_read", "bytes_written": by this rank, "seconds": float}.
 
     Raises:
         ValueError: all that does not fit, in one message: names, shapes, dtypes, steps that are not known; an input's

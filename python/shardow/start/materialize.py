@@ -78,8 +78,8 @@ def materialize(
             closed.
 
     Returns:
-        {"missing": [...], "unexpected": [...], "kept": [had values when others had none, and the source has none]}, and
-        what load() reports of a file.
+        dict: {"missing": [...], "unexpected": [...], "kept": [had values when others had none, and the source has
+        none]}, and what load() reports of a file.
 
     Raises:
         as load(), on every rank. The model is on meta again then, where it was, and the optimizer as it was; a model
@@ -118,7 +118,7 @@ def load(
         optimizer: of a module, as in materialize().
 
     Returns:
-        {"missing": [name], "unexpected": [name], "kept": [name; see materialize()], "metadata": {str: str},
+        dict: {"missing": [name], "unexpected": [name], "kept": [name; see materialize()], "metadata": {str: str},
         "bytes_read": by this rank, "seconds": float}.
 
     Raises:

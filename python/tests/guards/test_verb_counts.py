@@ -49,8 +49,8 @@ def wrong(counts: dict[str, Counts]) -> list[str]:
     return sentences
 
 
-def least(one: Counts, other: Counts) -> Counts:
-    return Counts(*map(min, astuple(one), astuple(other)))
+def least(counts: Counts, again: Counts) -> Counts:
+    return Counts(*map(min, astuple(counts), astuple(again)))
 
 
 def test_verbs_take_no_more_rounds_calls_and_files_than_recorded() -> None:

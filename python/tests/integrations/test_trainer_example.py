@@ -1,4 +1,4 @@
-"""examples/hf_trainer.py as it stands: in this process, and with SHARDOW_ALL by torchrun on two ranks."""
+"""The example of the Trainer, in this process, and with SHARDOW_ALL by torchrun on two ranks."""
 
 from __future__ import annotations
 

@@ -38,7 +38,12 @@ def _rank(rank: int, world: int, port: int, job: bytes) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=world)
     fn, args = pickle.loads(job)
-    result = fn(*args)
+    try:
+        result = fn(*args)
+    except (Exception, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception, and the launcher would not hear of it
+        raise RuntimeError(str(error).strip()) from error
     if rank == 0:
         store.set("result", pickle.dumps(result))
     del result

@@ -33,7 +33,12 @@ test-programs: build/.tests
 	@$(BIN)/cmake --build build/release
 
 test: build  ## every test; Python's, which wait more than they work, beside the others
-	$(MAKE) -j3 test-frameworks test-python test-cpp
+	$(MAKE) -j2 test-python test-beside
+
+.PHONY: test-beside
+test-beside: build
+	$(MAKE) test-frameworks
+	$(MAKE) test-cpp
 
 test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
 	tools/gpu-rehearsal $(BIN)/python

@@ -8,7 +8,8 @@
 #include <shardow/average.h>
 #include <shardow/checkpoint.h>
 #include <shardow/error.h>
-#include <torch/torch.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
 
 #include <filesystem>
 #include <thread>

@@ -89,6 +89,20 @@ TEST(Average, EveryKthStepAppliesDecayToTheKth) {
   EXPECT_EQ(copy_of(ema.views()[0]), expected);
 }
 
+TEST(Average, AReplayOnTheHostIsTheUpdateOfItsStepOrNothing) {
+  OwnTensor tensor("p", {300, 7}, 1);
+  AverageOptions options = with_decay(0.9);
+  options.update_every = 3;
+  Average replayed(std::vector{tensor.view}, options), updated(std::vector{tensor.view}, options);
+  for (uint32_t step = 1; step <= 7; ++step) {
+    tensor.fill(step);
+    if (step == 2) tensor.values[5] = std::nanf("");
+    EXPECT_EQ(replayed.prepare_replay().applied, updated.update().applied) << step;
+    EXPECT_EQ(copy_of(replayed.views(0)[0]), copy_of(updated.views(0)[0])) << step;
+    EXPECT_EQ(replayed.state(), updated.state()) << step;
+  }
+}
+
 TEST(Average, SkippedStepsAreMadeUpFor) {
   OwnTensor p("p", {kRows}, 1);
   Average ema(std::vector{p.view}, with_decay(0.9));

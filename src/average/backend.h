@@ -37,8 +37,11 @@ class Backend {
   virtual bool capturing() const { return false; }  ///< update() would be captured into a graph
   virtual void capture(const kernels::Step& /*step*/) {
   }  ///< launches that a replay repeats, with the step of the last prepare()
-  /// In place of update() where the launch is a graph's; a step without averages does nothing.
-  virtual NonFiniteCount prepare(const kernels::Step& step, bool by_runs) { return update(step, by_runs); }
+  /// In place of update() where the launch is a graph's. A step without averages, which kernels don't take, is for a
+  /// replay that is to do nothing.
+  virtual NonFiniteCount prepare(const kernels::Step& step, bool by_runs) {
+    return step.num_averages > 0 ? update(step, by_runs) : NonFiniteCount{};
+  }
 };
 
 /// How many threads are worth their wake for so many elements; `num_threads` 0: what the process is allowed.

@@ -181,11 +181,16 @@ class TableImpl final : public Table {
 
   /// Waits for what the table has under way, so that its memory can be freed. A graph may be replayed when the table is
   /// gone: then it reads zeros and does nothing. What it reads is never freed. The zeros come after the replays before,
-  /// unless the stream can't have them: it is gone, or captured at this moment.
+  /// unless the stream is captured at this moment; who captures has waited for updates, but maybe not for steps.
   void finish() noexcept {
     try {
       std::optional<Stream> aside;
-      void* const stream = state_of(device_.stream) == StreamState::kReady ? device_.stream : aside.emplace().get();
+      const StreamState state = state_of(device_.stream);
+      void* const stream = state == StreamState::kReady ? device_.stream : aside.emplace().get();
+      if (state == StreamState::kGone) driver().synchronize_context();
+      if (state == StreamState::kCaptured) {
+        for (Event& written : resources_->written) written.wait();
+      }
       if (captured_)
         static_cast<void>(driver().set.status(array_in<Replay>(resources_->replay), 0, sizeof(Replay), stream));
       driver().synchronize(stream);

@@ -156,6 +156,33 @@ TEST_F(CudaCalls, AnUpdateInACaptureTakesItsStepFromTheDevice) {
   EXPECT_EQ(ema_->stats().step, 41);
 }
 
+/// Also where its stream is gone, or captured for others meanwhile: what is freed is freed behind all that was given
+/// it.
+TEST_F(CudaCalls, TheEndWaitsForWhatIsUnderWay) {
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    fake::reset({.num_devices = 2, .seed = seed});
+    const kernels::testing::Current current(0);
+    make();
+    captured();
+    void* stream = fake::stream(0, 1);
+    if (seed % 2 == 0) {
+      kernels::cuda::driver().create_stream(&stream, kernels::cuda::kNonBlocking);
+      ema_->set_stream(0, stream);
+    }
+    ema_->prepare_replay();
+    if (seed % 2 == 0) ema_->reset();
+    void* graph = nullptr;
+    if (seed % 2 == 0) {
+      kernels::cuda::driver().destroy_stream(stream);
+    } else {
+      kernels::testing::graph_calls().begin_capture(stream, kernels::testing::kGlobal);
+    }
+    ema_.reset();
+    if (seed % 2 == 1) kernels::testing::graph_calls().end_capture(stream, &graph);
+    TearDown();
+  }
+}
+
 TEST_F(CudaCalls, PinnedMemoryOfFilesIsUsedAgain) {
   make();
   const auto copy = [&] {

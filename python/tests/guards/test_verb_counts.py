@@ -31,7 +31,9 @@ RECORDED = {
     "swapped(), in, ddp": Counts(5, 44, 25),
     "swapped(), out, ddp": Counts(2, 18, 20),
 }
-ATTEMPTS = 5  # on a machine that is busy a rank asks the store more often whether the others have come: the least counts
+ATTEMPTS = (
+    5  # on a machine that is busy a rank asks the store more often whether the others have come: the least counts
+)
 MEANT = "Where that is meant, write the new number into RECORDED and say in the commit why"
 
 
@@ -47,8 +49,8 @@ def wrong(counts: dict[str, Counts]) -> list[str]:
     return sentences
 
 
-def least(one: Counts, other: Counts) -> Counts:
-    return Counts(*map(min, astuple(one), astuple(other)))
+def least(first: Counts, second: Counts) -> Counts:
+    return Counts(*map(min, astuple(first), astuple(second)))
 
 
 def test_verbs_take_no_more_rounds_calls_and_files_than_recorded() -> None:

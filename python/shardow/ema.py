@@ -117,7 +117,7 @@ class EMA:
             "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         self._averages = Averages(model, decay, asked, source, group, timeout)
-        self._attached = Attachments(self._averages.update_attached, self._averages.before_step)
+        self._attached = Attachments(self._averages.update_attached)
         if optimizer is not None:
             self.attach(optimizer)
 

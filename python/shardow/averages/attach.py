@@ -64,8 +64,9 @@ class Attachments:
     it comes before the next round.
     """
 
-    def __init__(self, update: Callable[[Samples | None], None], ready: Callable[[], None]) -> None:
-        self._update, self._ready = update, ready
+    def __init__(self, update: Callable[[Samples | None, bool], None]) -> None:
+        """``update(samples, at_once)``: the latter where a step follows it that changes what it reads."""
+        self._update = update
         self._all: list[Handle] = []
         self._stepped: list[Handle] = []  # in this round
 
@@ -115,11 +116,9 @@ class Attachments:
                 one.remove(handle)
 
     def before(self, handle: Handle) -> None:
-        """Before a step: refuses one that would be lost; updates have read the weights that it changes."""
-        self._ready()
+        """Before a step, which the swap guard has allowed."""
         if handle in self._stepped:
-            self.settle()
-            self._ready()
+            self.settle(at_once=True)
 
     def after(self, handle: Handle) -> None:
         if _skipped(handle._optimizer):
@@ -128,11 +127,11 @@ class Attachments:
         if handle is self._all[-1]:
             self.settle()
 
-    def settle(self) -> None:
+    def settle(self, at_once: bool = False) -> None:
         """The update of a round that has begun."""
         if self._stepped:
             self._stepped.clear()
-            self._update(next((one._samples for one in self._all if one._samples is not None), None))
+            self._update(next((one._samples for one in self._all if one._samples is not None), None), at_once)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

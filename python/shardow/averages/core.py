@@ -207,18 +207,18 @@ class Averages:
     # ---- training
 
     def update(self, step: int | None, samples: float, attached: bool = False) -> None:
-        """``attached``: the next step calls before_step(), so that weights may be read until then."""
+        """``attached``: an optimizer's step follows, which the swap guard holds until the weights are read."""
         self._begin_update(lambda: self.engine.update(step, samples)[1], attached)
 
-    def update_attached(self, samples: Samples | None) -> None:
-        """After an optimizer's step. ``samples``: see EMA.attach()."""
+    def update_attached(self, samples: Samples | None, at_once: bool) -> None:
+        """After an optimizer's step; ``at_once``: before its next one. ``samples``: see EMA.attach()."""
         if samples is None:
             seen = 0.0
         elif callable(samples):
             seen = float(samples())
         else:
             seen = self.engine.samples_by(float(samples))
-        self.update(None, seen, attached=True)
+        self.update(None, seen, attached=not at_once)
 
     def _begin_update(self, update: Callable[[], int], attached: bool = False) -> None:
         """``update()`` tells how many weights were not finite. Buffers are written by the next forward, before any
@@ -243,13 +243,6 @@ class Averages:
                 "read their old memory. Capture it anew"
             )
         self.engine.prepare_replay(step, samples)
-
-    def before_step(self) -> None:
-        """Of an optimizer that this is attached to: refuses a step that would be lost; an update under way has read the
-        weights first.
-        """
-        self.swap.refuse_swapped("optimizer.step()")
-        self.swap.finish_reading()
 
     def wait(self) -> None:
         """Until an update in the background has ended."""

@@ -68,7 +68,7 @@ def test_every_call_follows_the_stream_first(tmp_path: Any) -> None:
     path = tmp_path / "a.safetensors"
     calls: dict[str, Any] = {
         "update": ema.update,
-        "a step of an optimizer": averages_of(ema).before_step,
+        "a step of an optimizer": averages_of(ema).swap.finish_reading,
         "prepare_replay": ema.prepare_replay,
         "state_dict": ema.state_dict,
         "full_state_dict": ema.full_state_dict,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 from torch.multiprocessing import start_processes
 
 
@@ -24,8 +25,8 @@ def run(world: int, fn: Callable[..., Any], *args: Any) -> Any:
         ["shardow", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
     )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
-    job = pickle.dumps((fn, args))  # plain bytes: torch would share tensors through files that end with their process
-    start_processes(_rank, (world, store.port, job), world, daemon=True, start_method="forkserver")
+    # Bytes, since torch would share tensors through files that end with their process.
+    start_processes(_rank, (world, store.port, pickle.dumps((fn, args))), world, daemon=True, start_method="forkserver")
     return pickle.loads(store.get("result"))
 
 
@@ -39,14 +40,11 @@ def _rank(rank: int, world: int, port: int, job: bytes) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=world)
     fn, args = pickle.loads(job)
     try:
-        result = fn(*args)
-    except (Exception, SystemExit):
-        raise
-    except BaseException as error:  # torch's CheckpointException is no Exception, and the launcher would not hear of it
+        result = pickle.dumps(fn(*args))
+    except CheckpointException as error:  # which is no Exception, so the launcher would not hear of it
         raise RuntimeError(str(error).strip()) from error
     if rank == 0:
-        store.set("result", pickle.dumps(result))
-    del result
+        store.set("result", result)
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -186,12 +186,12 @@ Result launch(const Kernel& kernel, unsigned grid, unsigned block, void* stream,
 
 /// An ELF file of CUDA 12's ABI (version 7), or of 13's where the driver is of 13.
 std::string checked_image(const void* image) {
-  Elf64_Ehdr header;
-  std::memcpy(&header, image, sizeof(header));
-  if (std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0) {
+  if (std::strncmp(static_cast<const char*>(image), ELFMAG, SELFMAG) != 0) {
     const std::string ptx = static_cast<const char*>(image);
     return ptx.find(".version") != std::string::npos ? ptx : "";
   }
+  Elf64_Ehdr header;
+  std::memcpy(&header, image, sizeof(header));
   if (header.e_ident[EI_ABIVERSION] > 7 && number_from("FAKE_CUDA_VERSION", 12040) < 13000) return {};
   return {static_cast<const char*>(image), header.e_shoff + size_t{header.e_shnum} * header.e_shentsize};
 }

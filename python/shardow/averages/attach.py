@@ -131,7 +131,8 @@ class Attachments:
         """The update of a round that has begun."""
         if self._stepped:
             self._stepped.clear()
-            self._update(next((one._samples for one in self._all if one._samples is not None), None), at_once)
+            samples = (handle._samples for handle in self._all if handle._samples is not None)
+            self._update(next(samples, None), at_once)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

@@ -101,7 +101,7 @@ class TableImpl final : public Table {
   ~TableImpl() override {
     const DeviceGuard guard(device_.index, std::nothrow);
     finish();
-    if (captured_) resources_->replay.abandon();
+    if (captured_) resources_->kept.abandon();
     resources_.reset();
   }
 
@@ -109,9 +109,9 @@ class TableImpl final : public Table {
     if (num_tiles_ == 0 || step.num_averages == 0) return;
     const DeviceGuard guard(device_.index);
     const bool captured = capturing(device_);
-    const Replay* const replay = captured ? array_in<Replay>(resources_->replay) : nullptr;
+    const UpdateArguments* const kept = captured ? array_in<UpdateArguments>(resources_->kept) : nullptr;
     captured_ = captured_ || captured;
-    launch(kernels_[0], blocks(), device_.stream, captured ? Work{} : work(), step, replay);
+    launch(kernels_[0], blocks(), device_.stream, captured ? UpdateArguments{} : UpdateArguments{step, work()}, kept);
   }
 
   void copy(int num_averages) override {
@@ -131,9 +131,9 @@ class TableImpl final : public Table {
     const size_t slot = next_slot_++ % kSlots;
     Event& written = resources_->written[slot];
     written.wait();
-    Replay* const pinned = array_in<Replay>(resources_->pinned) + slot;
+    UpdateArguments* const pinned = array_in<UpdateArguments>(resources_->pinned) + slot;
     *pinned = {step, work()};
-    driver().copy(array_in<Replay>(resources_->replay), pinned, sizeof(Replay), device_.stream);
+    driver().copy(array_in<UpdateArguments>(resources_->kept), pinned, sizeof(UpdateArguments), device_.stream);
     written.record(device_.stream);
   }
 
@@ -163,12 +163,12 @@ class TableImpl final : public Table {
         : chunks(std::max<size_t>(num_chunks, 1) * sizeof(Chunk), device),
           tiles(std::max<size_t>(num_tiles, 1) * sizeof(Tile), device),
           tally(sizeof(DeviceTally), device),
-          replay(sizeof(Replay), device),
-          pinned(Memory::pinned(kSlots * sizeof(Replay), device)),
+          kept(sizeof(UpdateArguments), device),
+          pinned(Memory::pinned(kSlots * sizeof(UpdateArguments), device)),
           read(Memory::pinned(sizeof(DeviceTally), device)),
           written(kSlots) {}
 
-    Memory chunks, tiles, tally, replay, pinned, read;
+    Memory chunks, tiles, tally, kept, pinned, read;
     std::vector<Event> written;
     Event done;  // of what the host or another stream waits for
   };
@@ -192,7 +192,7 @@ class TableImpl final : public Table {
         for (Event& written : resources_->written) written.wait();
       }
       if (captured_)
-        static_cast<void>(driver().set.status(array_in<Replay>(resources_->replay), 0, sizeof(Replay), stream));
+        static_cast<void>(driver().set.status(array_in<UpdateArguments>(resources_->kept), 0, sizeof(UpdateArguments), stream));
       driver().synchronize(stream);
     } catch (const Error&) {  // the device has failed: nothing is done or replayed any more
     }
@@ -206,12 +206,12 @@ class TableImpl final : public Table {
       driver().copy(array_in<Tile>(resources_->tiles), tiles.data(), tiles.size() * sizeof(Tile), stream.get());
     }
     driver().set(array_in<DeviceTally>(resources_->tally), 0, sizeof(DeviceTally), stream.get());
-    driver().set(array_in<Replay>(resources_->replay), 0, sizeof(Replay), stream.get());
+    driver().set(array_in<UpdateArguments>(resources_->kept), 0, sizeof(UpdateArguments), stream.get());
     driver().synchronize(stream.get());
   }
 
   Device device_;
-  const std::vector<void*>& kernels_;  // of names_for()
+  const std::vector<void*> kernels_;  // of names_for()
   uint32_t num_tiles_;
   std::unique_ptr<Resources> resources_;
   size_t next_slot_ = 0;

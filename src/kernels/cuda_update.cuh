@@ -134,25 +134,40 @@ inline constexpr int kBlocks = std::is_same_v<S, double> || kMostBlocks == 2 ? 2
                                : is_16_bit<S> || (sizeof...(P) > 1)          ? 3
                                                                              : kMostBlocks;
 
-/// Averages of type S, parameters of the types P. With `replay` (device memory), which a captured graph keeps, what
-/// lies there counts in place of the other two.
+/// Copies the arguments that count into the warp's shared memory, a word a lane: those in device memory, where a graph
+/// keeps their address, else those of the launch. Words are chosen here, and no addresses: of two addresses the NVRTCs
+/// from 12.4 to 13.0 read a pointer from the launch's arguments, whichever is chosen.
+__device__ inline const UpdateArguments& read_arguments(const UpdateArguments& launched, const UpdateArguments* kept,
+                                                        int lane, UpdateArguments& to) {
+  using Word = unsigned long long;
+  constexpr int kWords = sizeof(UpdateArguments) / sizeof(Word);
+  static_assert(kWords <= kLanes && kWords * sizeof(Word) == sizeof(UpdateArguments));
+  if (lane < kWords) {
+    Word word = reinterpret_cast<const Word*>(&launched)[lane];
+    if (kept != nullptr) word = reinterpret_cast<const Word*>(kept)[lane];
+    reinterpret_cast<Word*>(&to)[lane] = word;
+  }
+  __syncwarp();
+  return to;
+}
+
+/// Averages of type S, parameters of the types P. `kept`, of a captured launch, is in device memory; null otherwise.
 template <class S, class... P>
 __global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
-    update_kernel(const __grid_constant__ Work work, const __grid_constant__ Step step, const Replay* replay) {
+    update_kernel(const __grid_constant__ UpdateArguments launched, const UpdateArguments* kept) {
+  __shared__ UpdateArguments arguments[kWarps];
   __shared__ Prepared<S> prepared[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kLanes, warp = static_cast<int>(threadIdx.x) / kLanes;
   const uint64_t index = uint64_t{blockIdx.x} * kWarps + static_cast<uint64_t>(warp);
-  const Step& used = replay != nullptr ? replay->step : step;
-  if (used.num_averages == 0) return;
-  const Work table = replay != nullptr ? replay->work : work;
-  if (index >= table.num_tiles) return;
-  const Tile tile = table.tiles[index];
-  const Chunk& chunk = table.chunks[tile.chunk];
-  with_parameter<P...>(chunk, [&]<class Q>() { update_tile<Q, S>(chunk, tile, used, lane, prepared[warp]); });
+  const auto& [step, work] = read_arguments(launched, kept, lane, arguments[warp]);
+  if (step.num_averages == 0 || index >= work.num_tiles) return;
+  const Tile tile = work.tiles[index];
+  const Chunk& chunk = work.chunks[tile.chunk];
+  with_parameter<P...>(chunk, [&]<class Q>() { update_tile<Q, S>(chunk, tile, step, lane, prepared[warp]); });
   __syncwarp();
   if (lane == 0 && prepared[warp].non_finite > 0) {
-    atomicAdd(&table.tally->non_finite, static_cast<unsigned long long>(prepared[warp].non_finite));
-    atomicMax(&table.tally->last_chunk, 0xffffffffu - tile.chunk);
+    atomicAdd(&work.tally->non_finite, static_cast<unsigned long long>(prepared[warp].non_finite));
+    atomicMax(&work.tally->last_chunk, 0xffffffffu - tile.chunk);
   }
 }
 

@@ -48,8 +48,8 @@ struct Pairs {
   Direction direction;
 };
 
-/// The work of a replayed update, in device memory at the one address that its graph keeps. Zeros: nothing.
-struct Replay {
+/// Of an update: given with a launch, or in device memory at the one address that a graph keeps. Zeros: nothing.
+struct UpdateArguments {
   Step step;
   Work work;
 };

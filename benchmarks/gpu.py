@@ -41,6 +41,7 @@ def main() -> int:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {options.rounds} rounds [10th to 90th "
         "percentile]"
     )
+    _first()
     for case in all_cases(options.quick):
         if case.threads == 1:
             _updates(case, options.rounds)
@@ -49,11 +50,19 @@ def main() -> int:
     return 0
 
 
+def _first() -> None:
+    """What the kernels cost a process: they are compiled for its first EMA."""
+    models = [nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    torch.cuda.synchronize()
+    first, second = (seconds_of(lambda model=model: shardow.EMA(model, 0.9).update()) for model in models)  # type: ignore[misc]
+    print(f"first EMA and update of a process {first:.2f} s, second {1e3 * second:.2f} ms")
+
+
 def _updates(case: Case, rounds: int) -> None:
     model = case.model().cuda()
     ema = shardow.EMA(model, decay=list(case.decays) if case.num_decays > 1 else case.decays[0])
     weights = [p.detach() for p in model.parameters()]
-    averages = [[p.float() for p in weights] for _ in case.decays]
+    averages = [[p.float().clone() for p in weights] for _ in case.decays]
     moved = sum(p.numel() * (p.element_size() + 8 * case.num_decays) for p in weights)
     source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -85,7 +94,7 @@ def _updates(case: Case, rounds: int) -> None:
 def _device_seconds(step: Step) -> float:
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000)  # the host is ahead when the first event is met
+    torch.cuda._sleep(2_000_000)  # the host is ahead when the first event is met
     began.record()
     step()
     ended.record()

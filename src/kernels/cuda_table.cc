@@ -33,21 +33,32 @@ T* array_in(const Memory& memory) {
 }
 
 /// Elements per tile: enough tiles to give every warp of the device one, but none so small that its preparation shows.
+/// Of several averages a tile has fewer elements, so that the warps end together.
 uint32_t tile_elements(std::span<const Chunk> chunks, int multiprocessors) {
   constexpr int64_t kGroupSize = kGroup, kLeast = 2 * kGroupSize, kMost = 16 * kGroupSize, kWarpsEach = 32;
-  int64_t total = 0;
-  for (const Chunk& chunk : chunks) total += chunk.count;
-  const int64_t share = total / (multiprocessors * kWarpsEach) / kLeast * kLeast;
-  return static_cast<uint32_t>(std::clamp(share, kLeast, kMost));
+  int64_t total = 0, averages = 1;
+  for (const Chunk& chunk : chunks) {
+    total += chunk.count;
+    averages = std::max<int64_t>(averages, std::ranges::count_if(chunk.averages, [](void* each) { return each != nullptr; }));
+  }
+  const int64_t share = std::min(total / (multiprocessors * kWarpsEach), kMost / averages) / kLeast * kLeast;
+  return static_cast<uint32_t>(std::max(share, kLeast));
 }
 
+/// Eight tiles that follow one another, the warps of a block for the most part, take turns in one stretch: so the device's
+/// memory is read and written in long pieces.
 std::vector<Tile> make_tiles(std::span<const Chunk> chunks, uint32_t elements) {
   std::vector<Tile> tiles;
+  const int64_t shared = int64_t{kWarps} * elements;
   for (size_t c = 0; c < chunks.size(); ++c) {
-    for (int64_t begin = 0; begin < chunks[c].count; begin += elements) {
-      tiles.push_back({static_cast<uint32_t>(c),
-                       static_cast<uint32_t>(std::min<int64_t>(elements, chunks[c].count - begin)), begin});
+    const auto chunk = static_cast<uint32_t>(c);
+    int64_t begin = 0;
+    for (; chunks[c].count - begin >= shared; begin += shared) {
+      for (int64_t at = 0; at < kWarps * kGroup; at += kGroup)
+        tiles.push_back({chunk, static_cast<uint32_t>(shared - at), kWarps * kGroup, begin + at});
     }
+    for (; begin < chunks[c].count; begin += elements)
+      tiles.push_back({chunk, static_cast<uint32_t>(std::min<int64_t>(elements, chunks[c].count - begin)), kGroup, begin});
   }
   return tiles;
 }

@@ -5,8 +5,7 @@
 //   1. The warp reads its tile and chunk, and its first lanes resolve the formulas and draw the keys into shared
 //   memory.
 //   2. Groups of 256 elements, eight per lane: the parameters are loaded and converted once; then per average one
-//   switch. The next average is on its way while one is computed, so that a lane always has 16 bytes or more of
-//   averages in flight, 32 of float32. The last group may be a part of one.
+//   switch. Whole groups at aligned addresses go in 16-byte accesses, others in single elements.
 #pragma once
 
 #include "kernels/arithmetic.h"
@@ -30,20 +29,50 @@ struct Body {
   using T = Computing<S>;
 
   Prepared<S>& tile;
-  int count;
+  int count, stride;
   uint32_t low;  ///< of the global index of the tile's first element
   int num_averages;
-  bool hold, every_pointer_aligned;
+  bool hold;
   int lane;
 
-  /// The group from element `begin` on.
-  __device__ void group(int begin) const {
-    const Access<S> access(every_pointer_aligned, lane, count - begin);
+  /// The tile's groups from `begin` to `last`, which is where the last one begins or a little after. The next average is
+  /// on its way while one is computed, and with kWide the next group's parameters and first average. Returns where the
+  /// group after them begins.
+  template <bool kWide>
+  __device__ int update_groups(int begin, int last) const {
     P raw[kPerLane];
     S e[kPerLane], following[kPerLane];
-    access.load(static_cast<const P*>(tile.parameter) + begin, raw);
-    access.load(tile.averages[0] + begin, e);
-    T p[kPerLane];
+    const auto load_first = [&](int at, S(&first)[kPerLane]) {
+      const Access<S, kWide> access(lane, count - at);
+      access.load(parameter(at), raw);
+      access.load(average(0, at), first);
+    };
+    if (kWide && begin <= last) load_first(begin, e);
+#pragma unroll 1
+    for (; begin <= last; begin += stride) {
+      if (!kWide) load_first(begin, e);
+      const Access<S, kWide> access(lane, count - begin);
+      T p[kPerLane];
+      const uint32_t held = convert_parameters(raw, p);
+#pragma unroll 1
+      for (int k = 0; k < num_averages; ++k) {
+        if (k + 1 < num_averages) {
+          access.load(average(k + 1, begin), following);
+        } else if (kWide && begin + stride <= last) {
+          load_first(begin + stride, following);
+        }
+        update_average(k, begin, access, p, held, e);
+        memcpy(e, following, sizeof(e));
+      }
+    }
+    return begin;
+  }
+
+  __device__ const P* parameter(int begin) const { return static_cast<const P*>(tile.parameter) + begin; }
+  __device__ S* average(int k, int begin) const { return tile.averages[k] + begin; }
+
+  /// Counts what is not finite. Returns those of the lane's elements, a bit each, whose averages are held.
+  __device__ uint32_t convert_parameters(const P (&raw)[kPerLane], T (&p)[kPerLane]) const {
     uint32_t held = 0;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
@@ -51,28 +80,25 @@ struct Body {
       if (!is_finite(p[j])) held |= 1u << j;
     }
     if (held != 0) atomicAdd(&tile.non_finite, static_cast<unsigned>(__popc(held)));
-    if (!hold) held = 0;
-#pragma unroll 1
-    for (int k = 0; k < num_averages; ++k) {
-      if (k + 1 < num_averages) access.load(tile.averages[k + 1] + begin, following);
-      with_op<S>(tile.formulas[k].op,
-                 [&]<Op kOp>() { next_all<kOp>(k, low + static_cast<uint32_t>(begin), access, p, held, e); });
-      access.store(tile.averages[k] + begin, e);
-      memcpy(e, following, sizeof(e));
-    }
+    return hold ? held : 0;
   }
 
-  template <Op kOp>
-  __device__ void next_all(int k, uint32_t index, const Access<S>& access, const T (&p)[kPerLane], uint32_t held,
-                           S (&e)[kPerLane]) const {
-    const T weight = tile.formulas[k].weight, decay = tile.formulas[k].decay;
-    const NoiseKey key = tile.keys[k];
+  /// Average k of the group, whose elements e were, is stored.
+  template <bool kWide>
+  __device__ void update_average(int k, int begin, const Access<S, kWide>& access, const T (&p)[kPerLane],
+                                 uint32_t held, S (&e)[kPerLane]) const {
+    with_op<S>(tile.formulas[k].op, [&]<Op kOp>() {
+      const T weight = tile.formulas[k].weight, decay = tile.formulas[k].decay;
+      const NoiseKey key = tile.keys[k];
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      const uint32_t noise = draws(kOp) ? noise_bits(key, index + static_cast<uint32_t>(access.element(j))) : 0;
-      const S value = next_as<kOp, S>(weight, decay, p[j], e[j], noise);
-      if (!(held >> j & 1)) e[j] = value;
-    }
+      for (int j = 0; j < kPerLane; ++j) {
+        const uint32_t index = low + static_cast<uint32_t>(begin + access.element(j));
+        const uint32_t noise = draws(kOp) ? noise_bits(key, index) : 0;
+        const S value = next_as<kOp, S>(weight, decay, p[j], e[j], noise);
+        if (!(held >> j & 1)) e[j] = value;
+      }
+    });
+    access.store(average(k, begin), e);
   }
 };
 
@@ -100,10 +126,10 @@ template <class P, class S>
 __device__ void update_tile(const Chunk& chunk, const Tile& tile, const Step& step, int lane, Prepared<S>& prepared) {
   const bool every_pointer_aligned = prepare<P, S>(chunk, tile, step, lane, prepared);
   const uint32_t low = static_cast<uint32_t>(chunk.global_begin + tile.begin);
-  const int count = static_cast<int>(tile.count);
-  const Body<P, S> body{prepared, count, low, step.num_averages, step.hold, every_pointer_aligned, lane};
-#pragma unroll 1
-  for (int begin = 0; begin < count; begin += kGroup) body.group(begin);
+  const int count = static_cast<int>(tile.count), stride = static_cast<int>(tile.stride);
+  const Body<P, S> body{prepared, count, stride, low, step.num_averages, step.hold, lane};
+  const int rest = every_pointer_aligned ? body.template update_groups<true>(0, count - kGroup) : 0;
+  body.template update_groups<false>(rest, count - 1);
 }
 
 template <class T>
@@ -120,19 +146,15 @@ __device__ void with_parameter(const Chunk& chunk, const Visit& visit) {
        ...));
 }
 
-/// Blocks per multiprocessor. Four leave a thread 64 registers, enough for one pair of types that is computed in float;
-/// for later generations the assembler's schedules take more.
+/// Blocks per multiprocessor. Three leave a thread 80 registers, enough for what is computed in float; for the latest
+/// generation the assembler's schedules take more.
 #if __CUDA_ARCH__ >= 1200
 inline constexpr int kMostBlocks = 2;
-#elif __CUDA_ARCH__ >= 1000
-inline constexpr int kMostBlocks = 3;
 #else
-inline constexpr int kMostBlocks = 4;
+inline constexpr int kMostBlocks = 3;
 #endif
-template <class S, class... P>
-inline constexpr int kBlocks = std::is_same_v<S, double> || kMostBlocks == 2 ? 2
-                               : is_16_bit<S> || (sizeof...(P) > 1)          ? 3
-                                                                             : kMostBlocks;
+template <class S>
+inline constexpr int kBlocks = kMostBlocks - (std::is_same_v<S, double> ? 1 : 0);
 
 /// Copies the arguments that count into the warp's shared memory, a word a lane: those in device memory, where a graph
 /// keeps their address, else those of the launch. Words are chosen here, and no addresses: of two addresses the NVRTCs
@@ -153,7 +175,7 @@ __device__ inline const UpdateArguments& read_arguments(const UpdateArguments& l
 
 /// Averages of type S, parameters of the types P. `kept`, of a captured launch, is in device memory; null otherwise.
 template <class S, class... P>
-__global__ void __launch_bounds__(kThreads, kBlocks<S, P...>)
+__global__ void __launch_bounds__(kThreads, kBlocks<S>)
     update_kernel(const __grid_constant__ UpdateArguments launched, const UpdateArguments* kept) {
   __shared__ UpdateArguments arguments[kWarps];
   __shared__ Prepared<S> prepared[kWarps];
@@ -182,10 +204,8 @@ __global__ void copy_kernel(const __grid_constant__ Work work, int num_averages)
     const Q* const parameter = static_cast<const Q*>(chunk.parameter) + tile.begin;
     for (int k = 0; k < num_averages; ++k) {
       S* const average = static_cast<S*>(chunk.averages.data()[k]) + tile.begin;
-      for (int begin = 0; begin < static_cast<int>(tile.count); begin += kGroup) {
-        const Access<S> access(aligned(parameter) && aligned(average), warp.lane, static_cast<int>(tile.count) - begin);
-        convert_group(access, parameter + begin, average + begin);
-      }
+      for (uint32_t begin = 0; begin < tile.count; begin += tile.stride)
+        convert_group(warp.lane, tile.count - begin, parameter + begin, average + begin);
     }
   });
 }

@@ -11,9 +11,10 @@ namespace shardow::kernels::cuda {
 inline constexpr int kLanes = 32, kPerLane = 8, kGroup = kLanes * kPerLane;  // elements of a lane's group, of a warp's
 inline constexpr int kThreads = 256, kWarps = kThreads / kLanes;
 
-/// The unit of work: a stretch of one chunk, handled by one warp.
+/// The unit of work, handled by one warp: groups of one chunk, the first at `begin`, each `stride` elements after the one
+/// before, up to `count` elements from there.
 struct Tile {
-  uint32_t chunk, count;
+  uint32_t chunk, count, stride;
   int64_t begin;
 };
 

@@ -224,7 +224,7 @@ TEST_F(FakeDeviceDeathTest, WhatWouldGoWrongOnADeviceAborts) {
   EXPECT_DEATH(std::thread([&] { static_cast<void>(copy(stream(1))); }).join(), "without a current context");
   const auto* const misaligned = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(number_) + 4);
   EXPECT_DEATH(fake::run_block(
-                   1, 64, 0, [&] { static_cast<void>(__ldcs(misaligned)); }, nullptr),
+                   1, 64, 0, [&] { static_cast<void>(__ldcg(misaligned)); }, nullptr),
                "a misaligned address");
   EXPECT_DEATH(fake::run_block(
                    1, 64, 0,

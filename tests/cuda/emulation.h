@@ -51,7 +51,7 @@ const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought);
 #pragma GCC visibility pop
 
 template <class T>
-T __ldcs(const T* from) {
+T __ldcg(const T* from) {
   shardow::fake::check_access(from, sizeof(T));
   T value;
   std::memcpy(&value, from, sizeof(T));
@@ -59,7 +59,7 @@ T __ldcs(const T* from) {
 }
 
 template <class T>
-void __stcs(T* to, const T& value) {
+void __stcg(T* to, const T& value) {
   shardow::fake::check_access(to, sizeof(T));
   std::memcpy(to, &value, sizeof(T));
 }

@@ -39,14 +39,15 @@ uint32_t tile_elements(std::span<const Chunk> chunks, int multiprocessors) {
   int64_t total = 0, averages = 1;
   for (const Chunk& chunk : chunks) {
     total += chunk.count;
-    averages = std::max<int64_t>(averages, std::ranges::count_if(chunk.averages, [](void* each) { return each != nullptr; }));
+    averages =
+        std::max<int64_t>(averages, std::ranges::count_if(chunk.averages, [](void* each) { return each != nullptr; }));
   }
   const int64_t share = std::min(total / (multiprocessors * kWarpsEach), kMost / averages) / kLeast * kLeast;
   return static_cast<uint32_t>(std::max(share, kLeast));
 }
 
-/// Eight tiles that follow one another, the warps of a block for the most part, take turns in one stretch: so the device's
-/// memory is read and written in long pieces.
+/// Eight tiles that follow one another, the warps of a block for the most part, take turns in one stretch: so the
+/// device's memory is read and written in long pieces.
 std::vector<Tile> make_tiles(std::span<const Chunk> chunks, uint32_t elements) {
   std::vector<Tile> tiles;
   const int64_t shared = int64_t{kWarps} * elements;
@@ -58,7 +59,8 @@ std::vector<Tile> make_tiles(std::span<const Chunk> chunks, uint32_t elements) {
         tiles.push_back({chunk, static_cast<uint32_t>(shared - at), kWarps * kGroup, begin + at});
     }
     for (; begin < chunks[c].count; begin += elements)
-      tiles.push_back({chunk, static_cast<uint32_t>(std::min<int64_t>(elements, chunks[c].count - begin)), kGroup, begin});
+      tiles.push_back(
+          {chunk, static_cast<uint32_t>(std::min<int64_t>(elements, chunks[c].count - begin)), kGroup, begin});
   }
   return tiles;
 }
@@ -203,7 +205,8 @@ class TableImpl final : public Table {
         for (Event& written : resources_->written) written.wait();
       }
       if (captured_)
-        static_cast<void>(driver().set.status(array_in<UpdateArguments>(resources_->kept), 0, sizeof(UpdateArguments), stream));
+        static_cast<void>(
+            driver().set.status(array_in<UpdateArguments>(resources_->kept), 0, sizeof(UpdateArguments), stream));
       driver().synchronize(stream);
     } catch (const Error&) {  // the device has failed: nothing is done or replayed any more
     }

@@ -35,9 +35,9 @@ struct Body {
   bool hold;
   int lane;
 
-  /// The tile's groups from `begin` to `last`, which is where the last one begins or a little after. The next average is
-  /// on its way while one is computed, and with kWide the next group's parameters and first average. Returns where the
-  /// group after them begins.
+  /// The tile's groups from `begin` to `last`, which is where the last one begins or a little after. The next average
+  /// is on its way while one is computed, and with kWide the next group's parameters and first average. Returns where
+  /// the group after them begins.
   template <bool kWide>
   __device__ int update_groups(int begin, int last) const {
     P raw[kPerLane];
@@ -68,8 +68,12 @@ struct Body {
     return begin;
   }
 
-  __device__ const P* parameter(int begin) const { return static_cast<const P*>(tile.parameter) + begin; }
-  __device__ S* average(int k, int begin) const { return tile.averages[k] + begin; }
+  __device__ const P* parameter(int begin) const {
+    return static_cast<const P*>(tile.parameter) + begin;
+  }
+  __device__ S* average(int k, int begin) const {
+    return tile.averages[k] + begin;
+  }
 
   /// Counts what is not finite. Returns those of the lane's elements, a bit each, whose averages are held.
   __device__ uint32_t convert_parameters(const P (&raw)[kPerLane], T (&p)[kPerLane]) const {

@@ -11,8 +11,8 @@ namespace shardow::kernels::cuda {
 inline constexpr int kLanes = 32, kPerLane = 8, kGroup = kLanes * kPerLane;  // elements of a lane's group, of a warp's
 inline constexpr int kThreads = 256, kWarps = kThreads / kLanes;
 
-/// The unit of work, handled by one warp: groups of one chunk, the first at `begin`, each `stride` elements after the one
-/// before, up to `count` elements from there.
+/// The unit of work, handled by one warp: groups of one chunk, the first at `begin`, each `stride` elements after the
+/// one before, up to `count` elements from there.
 struct Tile {
   uint32_t chunk, count, stride;
   int64_t begin;
@@ -49,7 +49,8 @@ struct Pairs {
   Direction direction;
 };
 
-/// Of an update: given with a launch, or in device memory at the one address that a graph keeps. Zeros: nothing.
+/// The arguments of an update: given with a launch, or in device memory at the one address that a graph keeps. Zeros:
+/// nothing.
 struct UpdateArguments {
   Step step;
   Work work;

@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _first() -> None:
-    """What the kernels cost a process: they are compiled for its first EMA."""
+    """Prints the seconds of the first EMA of a process, for which the kernels are compiled, and of the second."""
     models = [nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     torch.cuda.synchronize()
     first, second = (seconds_of(lambda model=model: shardow.EMA(model, 0.9).update()) for model in models)  # type: ignore[misc]

@@ -88,7 +88,13 @@ class CudaBackend final : public Backend {
     captured_runs_ = runs_ != nullptr;
   }
 
-  NonFiniteCount prepare(const Step& step, bool by_runs) override {
+  void check_prepare(bool by_runs) override {
+    if (capturing()) {
+      base::fail(Code::kInvalidArgument,
+                 "prepare_replay() belongs before a replay, not into the capture on device {}: it would be replayed "
+                 "with it",
+                 device_.index);
+    }
     if (!captured_) {
       base::fail(Code::kInvalidArgument,
                  "no graph has an update() of these weights on device {}, or they have moved since it was captured; "
@@ -96,12 +102,15 @@ class CudaBackend final : public Backend {
                  device_.index);
     }
     if (by_runs) prepare_noise();
-    const bool runs = by_runs && runs_;
-    if (runs && !captured_runs_) {
+    if (by_runs && runs_ && !captured_runs_) {
       base::fail(Code::kInvalidArgument,
                  "this step rounds stochastically, and the captured graph has no launch for that; capture update() "
                  "anew, now that it can");
     }
+  }
+
+  NonFiniteCount prepare(const Step& step, bool by_runs) override {
+    const bool runs = by_runs && runs_;
     Step none = step;
     none.num_averages = 0;
     memory_->set_step(runs ? none : step);

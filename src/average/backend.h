@@ -37,8 +37,10 @@ class Backend {
   virtual bool capturing() const { return false; }  ///< update() would be captured into a graph
   virtual void capture(const kernels::Step& /*step*/) {
   }  ///< launches that a replay repeats, with the step of the last prepare()
-  /// In place of update() where the launch is a graph's. A step without averages, which kernels don't take, is for a
-  /// replay that is to do nothing.
+  /// Throws where prepare() of such a step could not be done; nothing of the step has begun.
+  virtual void check_prepare(bool /*by_runs*/) {}
+  /// In place of update() where the launch is a graph's, after check_prepare(). A step without averages, which kernels
+  /// don't take, is for a replay that is to do nothing.
   virtual NonFiniteCount prepare(const kernels::Step& step, bool by_runs) {
     return step.num_averages > 0 ? update(step, by_runs) : NonFiniteCount{};
   }

@@ -117,6 +117,7 @@ struct Average::Impl {
   bool draws_by_runs(const kernels::Step& step) const;
   void prepare_noise(const kernels::Step& step);
   average::NonFiniteCount dispatch(const kernels::Step& step);
+  average::NonFiniteCount prepare(const kernels::Step& step, bool by_runs);
   void make_background();
   void begin_background(const kernels::Step& step, const average::Counters& before);
   void work();

@@ -40,6 +40,7 @@ int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
 
 UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given,
                                    Launch launch) {
+  if (launch == Launch::kByReplay && !bound.offloads.empty()) refuse_graph("prepare_replay()");
   std::exception_ptr last;  // what the update before this one met: told when this one is on its way too
   try {
     wait();
@@ -47,7 +48,6 @@ UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, 
     if (torn || under_way_) throw;
     last = std::current_exception();
   }
-  if (launch == Launch::kByReplay && !bound.offloads.empty()) refuse_graph("prepare_replay()");
   const UpdateReport report = begin_update(step, samples, given, launch);
   if (last) std::rethrow_exception(last);
   return report;
@@ -65,9 +65,7 @@ UpdateReport Average::Impl::begin_update(std::optional<int64_t> step, double sam
   if (launch == Launch::kNow && capturing()) return (capture(), report);
   const int64_t now = next_step(step);
   if (!copies_at(now) && now - counters.applied_step < options.update_every) {
-    if (launch == Launch::kByReplay) {
-      for (const auto& backend : bound.backends) backend->prepare({}, false);
-    }
+    if (launch == Launch::kByReplay) static_cast<void>(prepare({}, false));
     counters.step = now;
     return report;
   }
@@ -75,6 +73,14 @@ UpdateReport Average::Impl::begin_update(std::optional<int64_t> step, double sam
   apply(report, now, samples, given, launch);
   seconds = base::seconds_since(began);
   return report;
+}
+
+/// On all devices or on none.
+NonFiniteCount Average::Impl::prepare(const kernels::Step& step, bool by_runs) {
+  for (const auto& backend : bound.backends) backend->check_prepare(by_runs);
+  NonFiniteCount count;
+  for (const auto& backend : bound.backends) count.add(backend->prepare(step, by_runs));
+  return count;
 }
 
 /// Up to start_step, and the first update past it where none came before: the averages never begin with weights from
@@ -95,7 +101,7 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
     if (!options.overlap) count = dispatch(planned);
     if (worker_) begin_background(planned, counters);
   } else {
-    for (const auto& backend : bound.backends) count.add(backend->prepare(planned, draws_by_runs(planned)));
+    count = prepare(planned, draws_by_runs(planned));
   }
   counters.step = step;
   counters.applied_step = step;

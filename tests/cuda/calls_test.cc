@@ -30,7 +30,7 @@ class CudaCalls : public ::testing::Test {
   void TearDown() override {
     ema_.reset();
     fake::synchronize();
-    for (const TensorView& view : views_) kernels::cuda::release(view.data, 0);
+    for (const TensorView& view : views_) kernels::cuda::release(view.data, view.device.index);
     views_.clear();
   }
 
@@ -154,6 +154,52 @@ TEST_F(CudaCalls, AnUpdateInACaptureTakesItsStepFromTheDevice) {
   EXPECT_EQ(captured(), (Numbers{{"update", 2}}));
   ema_->prepare_replay();
   EXPECT_EQ(ema_->stats().step, 41);
+}
+
+TEST_F(CudaCalls, AReplayIsPreparedOnEveryDeviceOrOnNone) {
+  const kernels::testing::GraphCalls& graphs = kernels::testing::graph_calls();
+  std::vector<TensorView> averages;
+  for (const int index : {0, 1}) {
+    const Device device{Device::Kind::kCuda, index, fake::stream(index, 1)};
+    for (std::vector<TensorView>* views : {&views_, &averages}) {
+      const std::string name = "p" + std::to_string(index);
+      views->push_back({name, DType::kF32, Region::whole({7}), kernels::cuda::allocate(28, index), device});
+    }
+  }
+  ema_ = std::make_unique<Average>(views_, std::vector<std::vector<TensorView>>{averages}, AverageOptions{});
+  views_.insert(views_.end(), averages.begin(), averages.end());
+  void* graph = nullptr;
+  const auto in_captures = [&](const std::vector<int>& devices, const std::function<void()>& call) {
+    for (const int index : devices) {
+      const kernels::testing::Current current(index);
+      graphs.begin_capture(fake::stream(index, 1), kernels::testing::kRelaxed);
+    }
+    call();
+    for (const int index : devices) {
+      const kernels::testing::Current current(index);
+      graphs.end_capture(fake::stream(index, 1), &graph);
+    }
+  };
+  const auto prepare = [&] { ema_->prepare_replay(); };
+  in_captures({0}, [&] { ema_->update(); });
+  EXPECT_EQ(calls_of([&] { EXPECT_NE(testing::error_of(prepare).find("on device 1"), std::string::npos); }), Numbers{});
+  in_captures({0, 1}, [&] { ema_->update(); });
+  in_captures({1}, [&] {
+    EXPECT_EQ(calls_of([&] { EXPECT_NE(testing::error_of(prepare).find("on device 1"), std::string::npos); }),
+              Numbers{});
+  });
+  EXPECT_EQ(ema_->stats().step, 0);
+  EXPECT_EQ(calls_of(prepare)["copy"], 2);
+}
+
+TEST_F(CudaCalls, AReplayThatIsRefusedLeavesTheErrorOfTheUpdateBefore) {
+  make(true);
+  fake::fail_copy(0, -1);
+  ema_->update();
+  EXPECT_NE(testing::error_of([&] { ema_->prepare_replay(); }).find("prepare_replay(): the averages are on the host"),
+            std::string::npos);
+  EXPECT_NE(testing::error_of([&] { ema_->wait(); }), "");
+  fake::fail_copy(-1);
 }
 
 /// Also where its stream is gone, or captured for others meanwhile: what is freed is freed behind all that was given

@@ -108,7 +108,7 @@ TEST_F(PowerCut, LeavesTheOldCheckpointOrTheNewOneWhole) {
     SCOPED_TRACE(way.name);
     const Recording recording = record(way);
     EXPECT_GT(recording.calls.size(), 10u);
-    EXPECT_EQ(first_fault(recording, recording.calls, way, kAll ? 100 : 6), "");
+    EXPECT_EQ(first_fault(recording, recording.calls, way, kAll ? 100 : 3), "");
   }
 }
 
@@ -174,7 +174,7 @@ TEST_F(PowerCut, LeavesOneAlsoWhereTheSaveBeforeFailedOrItsEndWasNotFlushed) {
       disk.heal();
       save_version(2, way);
       machine_.syscalls = nullptr;
-      EXPECT_EQ(first_fault(disk.recording, disk.recording.calls, way, kAll ? 100 : 5), "");
+      EXPECT_EQ(first_fault(disk.recording, disk.recording.calls, way, kAll ? 100 : 3), "");
     }
   }
 }

@@ -1,18 +1,21 @@
 """The kernels compiled by each NVRTC that PyTorch's wheels bring, for each generation of devices: no device is needed.
 
-SHARDOW_ALL=1 installs the NVRTCs that are missing into build/nvrtc; else these are skipped by name. `python
-tests/nvrtc/test_nvrtc.py` prints the table of docs/performance.md.
+tools/requirements.txt has one of them. SHARDOW_ALL=1 installs the others into build/nvrtc; else these are skipped by
+name. `python tests/nvrtc/test_nvrtc.py` prints the table of docs/performance.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ PACKAGES = {
     "12.9": "nvidia-cuda-nvrtc-cu12==12.9.86",
     "13.0": "nvidia-cuda-nvrtc==13.0.88",
 }
+DISASSEMBLER = "nvidia-cuda-nvdisasm==13.5.37"
 LATEST = {"12.4": 90}  # generations that came later
 ARCHITECTURES = [75, 80, 90, 100, 120]
 KERNELS = [
@@ -45,13 +49,24 @@ MOST_STACK = 8
 PAIRS = [(version, each) for version in PACKAGES for each in ARCHITECTURES if each <= LATEST.get(version, 999)]
 
 
+def in_packages(pattern: str, requirement: str, folder: Path) -> Path | None:
+    """Returns the file of that package: of this environment, where it is of that version, or in `folder`."""
+    name, version = requirement.split("==")
+    folders = [folder]
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if metadata.version(name) == version:
+            folders.append(Path(sysconfig.get_path("purelib")))
+    return next((path for each in folders for path in each.glob(pattern)), None)
+
+
 def library(version: str) -> Path | None:
-    """The NVRTC of that version: of this environment, or in build/nvrtc."""
-    folder = ROOT / "build/nvrtc" / PACKAGES[version].split("==")[1]
-    if os.environ.get("SHARDOW_ALL") and not folder.exists():
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, PACKAGES[version]]
+    requirement = PACKAGES[version]
+    folder = ROOT / "build/nvrtc" / requirement.split("==")[1]
+    pattern = f"nvidia/*/lib/libnvrtc.so.{version.split('.')[0]}"
+    if os.environ.get("SHARDOW_ALL") and in_packages(pattern, requirement, folder) is None:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, requirement]
         subprocess.run([str(part) for part in pip], check=True)
-    return next((path for path in folder.glob("nvidia/*/lib/libnvrtc.so.1?")), None)
+    return in_packages(pattern, requirement, folder)
 
 
 @functools.cache
@@ -85,10 +100,10 @@ def test_kernels_compile_without_warning_and_keep_to_registers(version: str, arc
 
 
 def disassembled(made: dict[str, Any]) -> dict[str, str]:
-    """Returns each kernel's text, by nvdisasm of build/nvrtc."""
-    nvdisasm = next((ROOT / "build/nvrtc/nvdisasm").glob("nvidia/*/bin/nvdisasm"), None)
+    """Returns each kernel's text."""
+    nvdisasm = in_packages("nvidia/*/bin/nvdisasm", DISASSEMBLER, ROOT / "build/nvrtc/nvdisasm")
     if nvdisasm is None:
-        pytest.skip("no nvdisasm: pip install --target build/nvrtc/nvdisasm nvidia-cuda-nvdisasm")
+        pytest.skip(f"no nvdisasm: pip install {DISASSEMBLER}")
     with tempfile.NamedTemporaryFile() as cubin:
         Path(cubin.name).write_bytes(made["cubin"])
         text = subprocess.run([nvdisasm, "-c", cubin.name], capture_output=True, text=True, check=True).stdout

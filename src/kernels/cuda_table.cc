@@ -49,14 +49,14 @@ uint32_t tile_elements(std::span<const Chunk> chunks, int multiprocessors) {
 /// Eight tiles that follow one another, the warps of a block for the most part, take turns in one stretch: so the
 /// device's memory is read and written in long pieces.
 std::vector<Tile> make_tiles(std::span<const Chunk> chunks, uint32_t elements) {
+  constexpr uint32_t kTurn = kWarps * kGroup;
   std::vector<Tile> tiles;
-  const int64_t shared = int64_t{kWarps} * elements;
+  const uint32_t shared = kWarps * elements;
   for (size_t c = 0; c < chunks.size(); ++c) {
     const auto chunk = static_cast<uint32_t>(c);
     int64_t begin = 0;
     for (; chunks[c].count - begin >= shared; begin += shared) {
-      for (int64_t at = 0; at < kWarps * kGroup; at += kGroup)
-        tiles.push_back({chunk, static_cast<uint32_t>(shared - at), kWarps * kGroup, begin + at});
+      for (uint32_t at = 0; at < kTurn; at += kGroup) tiles.push_back({chunk, shared - at, kTurn, begin + at});
     }
     for (; begin < chunks[c].count; begin += elements)
       tiles.push_back(

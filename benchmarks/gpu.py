@@ -9,10 +9,10 @@ The limit is a device copy that moves as many bytes.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from benchmarks.overlap import BURST, Training, seconds_offloaded
 from benchmarks.updates import DECAYS, Case, all_cases
 from shardow import _core
 
-COPY = "device copy"
+COPY, TIMM = "device copy", "as timm does"
 # Shares of the copy's bandwidth that are asked for.
 BARS = {"fp32 <- fp32": 0.92, "fp32 <- bf16": 0.92, "4 decays, fp32": 0.92, "4 decays, bf16": 0.92}
 
@@ -32,7 +32,6 @@ BARS = {"fp32 <- fp32": 0.92, "fp32 <- bf16": 0.92, "4 decays, fp32": 0.92, "4 d
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--quick", action="store_true", help="small cases")
     options = parser.parse_args()
     if not (torch.cuda.is_available() and _core.cuda_available()):
         print("no CUDA device answers: nothing to measure")
@@ -42,11 +41,11 @@ def main() -> int:
         "percentile]"
     )
     _first()
-    for case in all_cases(options.quick):
+    for case in all_cases(quick=False):
         if case.threads == 1:
             _updates(case, options.rounds)
-    _on_host(options.quick, options.rounds)
-    _files(1 << (24 if options.quick else 30))
+    _on_host(options.rounds)
+    _files(1 << 30)
     return 0
 
 
@@ -102,38 +101,25 @@ def _device_seconds(step: Step) -> float:
     return began.elapsed_time(ended) / 1e3
 
 
-def _on_host_by(update: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[nn.Module], Step]:
-    """Averages in float32 on the host, tensor by tensor: ``update(average, weight)`` of a copy of each weight there."""
+def _as_timm(model: nn.Module) -> Step:
+    """Averages in float32 on the host, tensor by tensor from a copy of each weight there."""
+    averages = [p.detach().float().cpu() for p in model.parameters()]
 
-    def step_of(model: nn.Module) -> Step:
-        averages = [p.detach().float().cpu() for p in model.parameters()]
+    def step() -> None:
+        for average, p in zip(averages, model.parameters(), strict=True):
+            average.lerp_(p.detach().to("cpu").float(), 1 - DECAYS[0])
 
-        def step() -> None:
-            for average, p in zip(averages, model.parameters(), strict=True):
-                update(average, p.detach().to("cpu"))
-
-        return step
-
-    return step_of
+    return step
 
 
-#: Measured in single steps of one round alone, so that `make gpu` ends in time.
-SLOW = {
-    "as timm does": _on_host_by(lambda average, p: average.lerp_(p.float(), 1 - DECAYS[0])),
-    "as diffusers does": _on_host_by(lambda average, p: average.sub_((1 - DECAYS[0]) * (average - p))),
-}
-
-
-def _on_host(quick: bool, rounds: int) -> None:
+def _on_host(rounds: int) -> None:
     """A training step with averages on the host: of host time and the device's together, a burst of steps at a time."""
-    size = (256, 2, 64) if quick else (4096, 16, 8192)
     none, own, device = "no averages", 'shardow, device="cpu"', "shardow on the device"
-    names = (none, own, device, *SLOW)
-    trainings = {name: Training(*size, device="cuda", dtype=torch.bfloat16) for name in names}
+    make = functools.partial(Training, 4096, 16, 8192, device="cuda", dtype=torch.bfloat16)
+    trainings = {name: make() for name in (none, own, device, TIMM)}
     ema = shardow.EMA(trainings[own].model, DECAYS[0], device="cpu", optimizer=trainings[own].optimizer)
     shardow.EMA(trainings[device].model, DECAYS[0], optimizer=trainings[device].optimizer)
-    for name, after in SLOW.items():
-        trainings[name].after = after(trainings[name].model)
+    trainings[TIMM].after = _as_timm(trainings[TIMM].model)
 
     def steps_of(name: str, count: int) -> Step:
         def steps() -> None:
@@ -145,10 +131,10 @@ def _on_host(quick: bool, rounds: int) -> None:
 
     bursts = {name: steps_of(name, BURST) for name in (none, own, device)}
     timings = interleaved(bursts, none, max(rounds // 3, 2))
-    singles = interleaved({name: steps_of(name, 1) for name in (none, *SLOW)}, none, 1)
+    singles = interleaved({name: steps_of(name, 1) for name in (none, TIMM)}, none, 1)  # so that it ends in time
     stats = ema.stats()
     print(f"\na training step, {stats['elements'] / 1e6:.0f} M bfloat16 weights, averages on the host in float32")
-    for steps, table in (BURST, timings), (1, {name: singles[name] for name in SLOW}):
+    for steps, table in (BURST, timings), (1, {TIMM: singles[TIMM]}):
         for name, timing in table.items():
             print(
                 f"  {name:<22} {1e3 * timing.median / steps:8.2f} ms  {1 / timing.ratio:.3f} times a step without "

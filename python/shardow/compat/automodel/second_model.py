@@ -44,7 +44,7 @@ class ShardedModelEMAManager(Managed):
         self.ema_model.eval()
         for parameter in self.ema_model.parameters():
             parameter.requires_grad_(False)
-        self._twin.pair(self._train_model)
+        self._twin.bind(self._train_model)
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def follow(
     dtype: torch.dtype | None = None, replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
 ) -> Follower:  # fmt: skip
     """Of a copy of ``model``; of a stand-in where none can be had, or ``replicas="split"``: ranks with the same weights
-    keep a part of the averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Paired.
+    keep a part of the averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Twin.
     ``device``, ``dtype``: of the averages, by default the model's. ``stochastic``: how 16 bits are rounded."""
     one_of("replicas", replicas, ("split", "copy"))
     refuse_scripted(model.named_modules())

@@ -41,10 +41,8 @@ def follow(
         )
         return Behind(stand_in, choose)
     module = copy.deepcopy(model)
-    if device is not None:
-        module.to(device=device)
-    if dtype is not None:
-        module.to(dtype=dtype)
+    if device is not None or dtype is not None:
+        module.to(device=device, dtype=dtype)
     if not stochastic:
         warn_of_rounding(
             module.parameters(),
@@ -67,9 +65,6 @@ class Averaged(nn.Module):
         self._follower.module = self.module
         return self._follower
 
-    def _own(self) -> dict[str, torch.Tensor]:
-        return {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
@@ -77,7 +72,7 @@ class Averaged(nn.Module):
         """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and
         {} elsewhere.
         """
-        own = {name: tensor.detach().cpu().clone() for name, tensor in self._own().items()}
+        own = {name: tensor.detach().cpu().clone() for name, tensor in self.named_buffers(recurse=False)}
         averages = {f"module.{name}": tensor for name, tensor in whole_averages(self.module).items()}
         return {**own, **averages} if averages else {}
 
@@ -87,14 +82,11 @@ class Averaged(nn.Module):
         if not isinstance(self.module, StandIn):
             refuse_unfit(self.state_dict(), state_dict, strict)
             return super().load_state_dict(state_dict, strict, assign)
-        own = self._own()
+        own = dict(self.named_buffers(recurse=False))
         counters = {name: value for name, value in state_dict.items() if name in own}
         self.module.core.team.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
-        load(
-            self.module,
-            {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own},
-            strict,
-        )
+        averages = {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own}
+        load(self.module, averages, strict)
         for name, buffer in own.items():
             buffer.copy_(counters.get(name, buffer))
         return _IncompatibleKeys([], [])

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardow.compat.ways.follower import Change, Choose, Fate, Follower, Kind, Rule, everything_saved
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
-from shardow.model.local import LocalTensor
+from shardow.compat.ways.teams import unchanged
 from shardow.model.match import Fit, compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
@@ -68,18 +68,13 @@ class Twin(Follower):
         """Pairs anew unless everything is where it was, as every update does first. Raises where the models differ."""
         if self._model is not None and self.module is not self._followed:
             self._model = None
-        if model is self._model and self._unchanged():
-            return
-        if self._model is not None:
-            self._ours.reshard()
-            self._theirs.reshard()
         if model is not self._model or not self._unchanged():
             self._pair(model)
 
     def _unchanged(self) -> bool:
         return (
-            self._ours.unchanged()
-            and self._theirs.unchanged()
+            unchanged(self._ours)
+            and unchanged(self._theirs)
             and all(
                 slot.owner.get(slot.key) is slot.recorded and slot.recorded.data_ptr() == address
                 for slot, address in self._watched
@@ -92,7 +87,11 @@ class Twin(Follower):
         inner, theirs = _unwrapped(model, ours)
         ours.reshard()
         theirs.reshard()
-        weights = [(one.name, p, e, self._choose(one.name, p, "parameter")) for one, p, e in _matched(ours, theirs)]
+        known = {one.name: one for one in theirs.parameters}
+        regions = {name: one.region for name, one in known.items()}
+        _refuse(compare({one.name: one.region for one in ours.parameters}, regions))
+        pairs = [(one.name, known[one.name].tensor, one.tensor) for one in ours.parameters]
+        weights = [(name, p, e, self._choose(name, p, "parameter")) for name, p, e in pairs]
         self._watched: list[tuple[Slot, int]] = []  # places of buffers in both modules, and addresses
         weights += self._found_buffers(inner)
         self._copied = [(e, p) for _, p, e, fate in weights if fate == "copy"]
@@ -138,17 +137,6 @@ def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]
         inner = inner.module
         theirs = find(inner, strided=True)
     return inner, theirs
-
-
-def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, torch.Tensor, torch.Tensor]]:
-    """(the model's parameter, its memory, the twin's)."""
-    known = {one.name: one for one in theirs.parameters}
-    found = compare(
-        {one.name: one.region for one in ours.parameters}, {name: one.region for name, one in known.items()}
-    )
-    _refuse(found)
-    for one in ours.parameters:
-        yield known[one.name], known[one.name].tensor, one.tensor
 
 
 def _refuse(found: Fit[Any]) -> None:

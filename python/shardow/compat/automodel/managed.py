@@ -5,7 +5,6 @@ inference.
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,7 +26,6 @@ from shardow.model.names import clean_file_key
 from shardow.model.parts import Held
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView
-from shardow.ranks.gather import Part
 from shardow.ranks.team import Team
 
 T = TypeVar("T")
@@ -67,9 +65,9 @@ class Managed(ABC):
     def _begin(self) -> None:
         """The averages become the weights."""
 
-    @abstractmethod
-    def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
-        """Everything that an averaged model saves, and all names of each."""
+    def _complete(self) -> Held:
+        """Everything that an averaged model saves."""
+        return self._held()
 
     @abstractmethod
     def swapped(self) -> contextlib.AbstractContextManager[nn.Module]:
@@ -170,9 +168,9 @@ class Managed(ABC):
         dict for load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time. Collective. ``dtype``:
         of floating tensors.
         """
-        parts, names, kind = self._together("export_shadow()", lambda: (*self._complete(), floating(dtype)))
+        held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"
-        torch_files.write_gathered("export_shadow()", path, parts, names, self._team, kind)
+        torch_files.write_gathered("export_shadow()", path, held.parts, held.names, self._team, kind)
         return path
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:
@@ -216,7 +214,7 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
     """The same look on memory of its own."""
     if isinstance(tensor, DTensor):
         return sharded_like(tensor, tensor._local_tensor.detach().clone())
-    return copy.deepcopy(tensor) if isinstance(tensor, Piece) else tensor.detach().clone()
+    return tensor.detach().clone()
 
 
 def _torch_says(tensor: Any, region: _core.Region) -> bool:
@@ -226,6 +224,4 @@ def _torch_says(tensor: Any, region: _core.Region) -> bool:
     chunks = [
         (list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()
     ]
-    return chunks == [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()] and (
-        bool(chunks) or region.size == 0
-    )
+    return chunks == [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()]

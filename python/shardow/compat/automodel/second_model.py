@@ -18,7 +18,6 @@ from shardow.model.groups import group_of_model
 from shardow.model.match import compare
 from shardow.model.parts import Held, held_by
 from shardow.model.view import ModelView, find
-from shardow.ranks.gather import Part
 
 
 class ShardedModelEMAManager(Managed):
@@ -53,8 +52,7 @@ class ShardedModelEMAManager(Managed):
         return {name: value for name, value in self.__dict__.items() if name != "_team"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._team = everybody(None)
+        self.__dict__.update(state, _team=everybody())
 
     @property
     def _tracked_names(self) -> list[str]:
@@ -113,10 +111,6 @@ class ShardedModelEMAManager(Managed):
 
     def _begin(self) -> None:
         self._twin.begin(self._train_model)
-
-    def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
-        held = self._held()
-        return held.parts, held.names
 
 
 def _check(ours: ModelView, theirs: ModelView) -> None:

@@ -111,8 +111,13 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
     torch.autograd.graph.increment_version([target for target in targets if _is_sharded(target)])
 
 
-def loaded(values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises as check()."""
+def loaded(
+    what: str, values: Any, likes: Sequence[torch.Tensor], also: type[Exception] | None = None
+) -> list[torch.Tensor]:
+    """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises ValueError, also
+    ``also``, where ``values`` are no list of tensors, and as check()."""
+    if not isinstance(values, list) or not all(isinstance(value, torch.Tensor) for value in values):
+        raise invalid(f"{what} must be a list of tensors", also)
     fitting = [origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(
         values[len(likes) :]
     )

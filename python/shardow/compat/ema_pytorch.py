@@ -207,10 +207,8 @@ class EMA(nn.Module):
         ):
             ma_model.to(_device(current_model))
         decay = self.get_current_decay() if current_decay is None else current_decay
-        if ma_model is self.ema_model and current_model is self.model:
-            follower = self._follower(back=False)
-        elif ma_model is self.model and current_model is self.ema_model:
-            follower = self._follower(back=True)
+        if {ma_model, current_model} == {self.ema_model, self.model}:
+            follower = self._follower(back=ma_model is self.model)
         else:
             _warn_of_rounding(ma_model)
             follower = _following(ma_model, current_model, self._fate)

@@ -4,9 +4,8 @@ shardow.wrap().
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -84,8 +83,13 @@ class AccelerateStrategy(Strategy):
         to_meta(model)
         for optimizer, places in zip(optimizers, bindings, strict=True):
             origins.bind(optimizer, places)  # it would keep the whole model
-        with self._not_loading():
+        plugin = self.accelerator.state.fsdp_plugin
+        # accelerate's own loading sends everything to every rank, and fails for persistent buffers.
+        before, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+        try:
             prepared = self.accelerator.prepare(model, *args)
+        finally:
+            plugin.cpu_ram_efficient_loading = before
         materialize(model, own)
         for optimizer, places in zip(optimizers, bindings, strict=True):
             # accelerate identifies parameters by their addresses, and on meta they have none.
@@ -100,16 +104,6 @@ class AccelerateStrategy(Strategy):
 
     def _shards(self) -> bool:
         return bool(self.accelerator.is_fsdp2)
-
-    @contextlib.contextmanager
-    def _not_loading(self) -> Iterator[None]:
-        """accelerate's own loading sends everything to every rank, and fails for persistent buffers."""
-        plugin = self.accelerator.state.fsdp_plugin
-        before, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
-        try:
-            yield
-        finally:
-            plugin.cpu_ram_efficient_loading = before
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

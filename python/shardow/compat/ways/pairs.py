@@ -18,7 +18,6 @@ from shardow.model import storage
 
 Tensors = list[torch.Tensor]
 _NOTHING = torch.empty(0, device="cpu")
-_HOST = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -49,9 +48,8 @@ class Pairs:
         self._averaged: list[Pair] = []
         self._staged: list[Pair] = []
         self._in_torch: list[tuple[int, Pair]] = []  # (place among all, pair) of what torch reads
-        for at, pair in enumerate(
-            replace(pair, source=_memory(pair.source), average=_memory(pair.average)) for pair in pairs
-        ):
+        for at, entry in enumerate(pairs):
+            pair = replace(entry, source=_memory(entry.source), average=_memory(entry.average))
             if pair.copied or not (pair.average.is_floating_point() or pair.average.is_complex()):
                 self._copies.append(pair)
                 self._in_torch.append((at, pair))
@@ -136,16 +134,11 @@ class Pairs:
     def _engine_takes(self, pair: Pair) -> bool:
         source, average = pair.source, pair.average
         here, there = storage.device_of(average), storage.device_of(source)
-        if (here.type, there.type) != ("cpu", "cpu") and not (
-            there.type == "cuda" and here in (there, _HOST) and _core.cuda_available()
-        ):
+        on_host = here.type == there.type == "cpu"
+        reached = on_host or (there.type == "cuda" and (here == there or here.type == "cpu") and _core.cuda_available())
+        if not reached or not {source.dtype, average.dtype} <= DTYPES.keys():
             return False
-        if (
-            source.dtype not in DTYPES
-            or average.dtype not in DTYPES
-            or flat(source) is None
-            or _strides(source) != _strides(average)
-        ):
+        if flat(source) is None or _strides(source) != _strides(average):
             return False
         if average.dtype.itemsize == 2:
             return self._stochastic

@@ -126,17 +126,11 @@ def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]
     """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for
     it.
     """
-    known = {one.name for one in ours.parameters}
-    inner: Any = model
-    theirs = find(inner, strided=True)
-    while (
-        known
-        and known.isdisjoint(one.name for one in theirs.parameters)
-        and isinstance(getattr(inner, "module", None), nn.Module)
-    ):
-        inner = inner.module
-        theirs = find(inner, strided=True)
-    return inner, theirs
+    theirs, inner = find(model, strided=True), getattr(model, "module", None)
+    names = {one.name for one in ours.parameters}
+    if not names or not names.isdisjoint(one.name for one in theirs.parameters) or not isinstance(inner, nn.Module):
+        return model, theirs
+    return _unwrapped(inner, ours)
 
 
 def _refuse(found: Fit[Any]) -> None:

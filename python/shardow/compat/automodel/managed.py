@@ -170,7 +170,7 @@ class Managed(ABC):
         """
         held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"
-        torch_files.write_gathered("export_shadow()", path, held.parts, held.names, self._team, kind)
+        torch_files.write_gathered("export_shadow()", path, held, self._team, kind)
         return path
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:

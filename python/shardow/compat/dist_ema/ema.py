@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import errors
+from shardow import _core, errors
 from shardow.averages import state as _state
 from shardow.base.checks import fraction, invalid, seconds, whole
 from shardow.compat.dist_ema.shares import Share, is_sharded, refuse_unlike, shares
@@ -288,19 +288,18 @@ class DistEMA:
         """What save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective.
         Raises, before anything changes, where names, shapes or options differ."""
         held = self._together("load()", lambda: self._held(saving=False))
-        found = engine.opened(path, self._team)
+        steps = [0]
 
-        def steps() -> int:
+        def choose(found: _core.Checkpoint) -> tuple[list[Part], bool]:
             if CONFIG not in found.metadata:
                 why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
                 raise errors.make("corrupt", f"{path} is not a saved DistEMA: {why}")
-            return steps_in(json.loads(found.metadata[CONFIG]), self.config)
+            steps[:] = [steps_in(json.loads(found.metadata[CONFIG]), self.config)]
+            return held.parts, True
 
-        decay_steps = self._team.agree("load()", steps)
-        engine.read_into(held.parts, found, self._team, check_only=True)
-        engine.read_into(held.parts, found, self._team)
+        engine.read_chosen(path, choose, self._team)
         held.put_back()
-        self.decay_steps = decay_steps
+        self.decay_steps = steps[0]
 
     def _held(self, saving: bool) -> Held:
         """In a sharded model, what every rank holds whole is saved by rank 0."""

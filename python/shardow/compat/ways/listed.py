@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from shardow import _core
 from shardow.base.checks import invalid
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
 from shardow.model import origins
 from shardow.model.owners import resharded
-from shardow.model.storage import MARKS, objects_behind
+from shardow.model.storage import MARKS
 
 _requires_grad = operator.attrgetter("requires_grad")
 _OTHERS = "the state is another model's, or its parameters were in another order when it was saved"
@@ -56,9 +55,7 @@ class Listed:
     def _unchanged(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> bool:
         return (
             self._pairs is not None
-            and len(shadows) == len(self._shadows)
-            and all(map(operator.is_, shadows, self._shadows))
-            and self._watch.memory_same()
+            and self._marks_of(shadows) == self._marks_of_shadows
             and self._marks_of(parameters) == self._marks
             and (not self._copy_frozen or list(map(_requires_grad, parameters)) == self._trained)
         )
@@ -78,10 +75,7 @@ class Listed:
             )
         bound = Pairs(pairs, self._rule, **self._options)
         self._sharded = any(map(_is_sharded, parameters))
-        self._shadows, self._marks = list(shadows), self._marks_of(parameters)
-        sharded = [shadow for shadow in shadows if _is_sharded(shadow)]
-        whole = [shadow for shadow in shadows if not _is_sharded(shadow)]
-        self._watch = _core.Watch([], whole, sharded, MARKS, objects_behind)
+        self._marks_of_shadows, self._marks = self._marks_of(shadows), self._marks_of(parameters)
         self._pairs = bound
 
     def _marks_of(self, parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:

@@ -100,9 +100,8 @@ class AveragedModel(Averaged):
             )
         known = _arithmetic_of(multi_avg_fn or avg_fn, model)
         rule = known[0] if known is not None else "lerp"
-        super().__init__(
-            follow(model, rule, everything if use_buffers else _parameters, device=device, replicas=replicas)
-        )
+        choose = everything if use_buffers else _parameters
+        super().__init__(follow(model, rule, choose, device=device, replicas=replicas))
         self.avg_fn, self.multi_avg_fn, self.use_buffers, self._rule = avg_fn, multi_avg_fn, use_buffers, rule
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
@@ -140,9 +139,8 @@ def _arithmetic_of(function: AvgFn | MultiAvgFn | None, model: nn.Module) -> _Ar
     """Of none torch takes one of two, by the device."""
     if function is None:
         device = next((p.device for p in model.parameters()), None)
-        function = (
-            _MEAN if device is not None and device.type in _get_foreach_kernels_supported_devices() else _MEAN_OF_ONE
-        )
+        in_lists = device is not None and device.type in _get_foreach_kernels_supported_devices()
+        function = _MEAN if in_lists else _MEAN_OF_ONE
     return getattr(function, _KNOWN, None)
 
 

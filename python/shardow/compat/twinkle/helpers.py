@@ -15,7 +15,7 @@ from torch import nn
 
 from shardow.base.checks import invalid
 from shardow.model import origins
-from shardow.model.slots import by_tensor, slots
+from shardow.model.slots import by_tensor, slots, slots_of
 from shardow.start.materialize import materialize
 
 _States = dict[torch.Tensor, Any]
@@ -40,10 +40,9 @@ def _broadcast_sharded_state_dict(
 def _get_non_persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """By every name that a buffer has."""
     return {
-        f"{prefix}.{key}" if prefix else key: buffer.clone()
+        slot.name: slot.recorded.clone()
         for prefix, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and key in module._non_persistent_buffers_set
+        for slot in slots_of(module, prefix, "table")
     }
 
 

@@ -216,9 +216,8 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 def _view(pair: Pair, tensor: torch.Tensor) -> _core.TensorView:
     memory = flat(tensor)
     assert memory is not None
-    return storage.engine_view(
-        pair.name, DTYPES[tensor.dtype], memory, pair.region or _core.Region.whole([memory.numel()])
-    )
+    region = pair.region or _core.Region.whole([memory.numel()])
+    return storage.engine_view(pair.name, DTYPES[tensor.dtype], memory, region)
 
 
 def in_torch(rule: str, averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:

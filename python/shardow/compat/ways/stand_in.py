@@ -161,9 +161,8 @@ class _Sorted(Follower):
         buffers = {one.name for one in self._averages.view.buffers}
         found: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
         for one in self._averages.tracked:
-            found[self._choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")].append(
-                one
-            )
+            kind: Kind = "buffer" if one.name in buffers else "parameter"
+            found[self._choose(one.name, one.local.tensor, kind)].append(one)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,10 +190,8 @@ class Behind(_Sorted):
         self._check(model)
         self._averages.ready_to_update()
         self._averages.wait()
-        change(
-            _memory(self._sorted["average"]),
-            [one.sources().to(one.averages[0].device) for one in self._sorted["average"]],
-        )
+        averaged = self._sorted["average"]
+        change(_memory(averaged), [one.sources().to(one.averages[0].device) for one in averaged])
         self._copy_rest()
 
     @torch.no_grad()

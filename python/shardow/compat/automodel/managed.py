@@ -4,7 +4,6 @@ inference.
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
@@ -68,22 +66,6 @@ class Managed(ABC):
     def _complete(self) -> Held:
         """Everything that an averaged model saves."""
         return self._held()
-
-    @abstractmethod
-    def swapped(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
-        share it.
-        """
-
-    @abstractmethod
-    def stats(self) -> dict[str, float]:
-        """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what the implementation adds."""
-
-    @abstractmethod
-    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
-        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
-        bytes. Collective.
-        """
 
     def __len__(self) -> int:
         return len(self._names())
@@ -221,7 +203,6 @@ def _torch_says(tensor: Any, region: _core.Region) -> bool:
     """Torch's own idea of what this rank holds, which checkpoints go by, is right: for uneven TP + FSDP2 not every
     version's is.
     """
-    chunks = [
-        (list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()
-    ]
-    return chunks == [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()]
+    chunks = [chunk for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()]
+    boxes = [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()]
+    return boxes == [(list(chunk.offsets), list(chunk.sizes)) for chunk in chunks]

@@ -79,9 +79,13 @@ class ShardedModelEMAManager(Managed):
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[nn.Module]:
+        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
+        share it.
+        """
         yield self.ema_model
 
     def stats(self) -> dict[str, float]:
+        """Numbers for a logger: decay, updates, parameters, held_nonfinite."""
         return {
             "decay": self.decay,
             "updates": self.updates,
@@ -90,6 +94,9 @@ class ShardedModelEMAManager(Managed):
         }
 
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
+        bytes. Collective.
+        """
         path = Path(directory) / "ema.safetensors"
         self._together("export_safetensors()", lambda: path.parent.mkdir(parents=True, exist_ok=True))
         save_file(self.ema_model, path, dtype, group=self._team.process_group)

@@ -119,13 +119,20 @@ class EMAManager(Managed):
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[nn.Module]:
+        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
+        share it.
+        """
         with self._ema.swapped():
             yield self._model
 
     def stats(self) -> dict[str, float]:
+        """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what EMA.stats() adds."""
         return {**self._ema.stats(), "decay": self.decay, "updates": self.updates}
 
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
+        bytes. Collective.
+        """
         path = Path(directory) / "ema.safetensors"
 
         def prepare() -> tuple[list[Part], dict[str, Any]]:

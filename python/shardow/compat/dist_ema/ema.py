@@ -89,15 +89,11 @@ class DistEMA:
     def _start(self) -> None:
         """Raises ValueError; also KeyError and TypeError, where the origin does."""
         if self.dtype not in PRECISION_TO_TYPE:
-            raise invalid(
-                f"dtype={self.dtype!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}", KeyError
-            )
+            known = ", ".join(map(repr, PRECISION_TO_TYPE))
+            raise invalid(f"dtype={self.dtype!r}; it must be one of {known}", KeyError)
         if self.warmup and self.power is None:
-            raise invalid(
-                "warmup=True needs a power: 2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 "
-                "thousand",
-                TypeError,
-            )
+            powers = "2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand"
+            raise invalid(f"warmup=True needs a power: {powers}", TypeError)
         if whole("rank", self.rank, 0) >= whole("world_size", self.world_size, 1):
             raise invalid(f"rank={self.rank}; with world_size={self.world_size} it must be less")
         for name in ("decay", "min_decay"):
@@ -223,10 +219,8 @@ class DistEMA:
 
     def _parts_to_gather(self, cpu_group: dist.ProcessGroup | None, buffers: bool) -> list[Part]:
         if cpu_group is not None and dist.get_world_size(cpu_group) != self.world_size:
-            raise invalid(
-                f"state_dict(): cpu_group has {dist.get_world_size(cpu_group)} ranks, the averages are on "
-                f"{self.world_size}"
-            )
+            size = dist.get_world_size(cpu_group)
+            raise invalid(f"state_dict(): cpu_group has {size} ranks, the averages are on {self.world_size}")
         parts = [Part(one.name, one.average, one.region) for one in self._shares]
         if buffers:
             parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in self._view.buffers]
@@ -268,10 +262,8 @@ class DistEMA:
     def _together(self, what: str, fn: Callable[[], T], alone: bool = False) -> T:
         """fn() on every rank, or an error on all. ``alone``: it can do without the others."""
         if not alone and self._team.size != self.world_size:
-            raise invalid(
-                f"{what} needs the other {self.world_size - 1} ranks: call dist.init_process_group() before "
-                "DistEMA(...)"
-            )
+            way_out = "call dist.init_process_group() before DistEMA(...)"
+            raise invalid(f"{what} needs the other {self.world_size - 1} ranks: {way_out}")
         return self._team.agree(what, fn)
 
     # ---- files

@@ -28,27 +28,23 @@ from shardow.start.materialize import Request, fill_model
 
 def follow(
     model: nn.Module, rule: Rule, choose: Choose = everything_saved, *, device: Any = None,
-    dtype: torch.dtype | None = None, replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
+    dtype: torch.dtype | None = None, replicas: Replicas = "copy", **rounding: Any,
 ) -> Follower:  # fmt: skip
     """Of a copy of ``model``; of a stand-in where none can be had, or ``replicas="split"``: ranks with the same weights
     keep a part of the averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Twin.
-    ``device``, ``dtype``: of the averages, by default the model's. ``stochastic``: how 16 bits are rounded."""
+    ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16 bits, as in Pairs."""
     one_of("replicas", replicas, ("split", "copy"))
     refuse_scripted(model.named_modules())
     if needed(model, replicas):
-        stand_in = stand_in_for(
-            model, rule, choose, device=device, dtype=dtype, replicas=replicas, stochastic=stochastic, seed=seed
-        )
+        stand_in = stand_in_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
         return Behind(stand_in, choose)
     module = copy.deepcopy(model)
     if device is not None or dtype is not None:
         module.to(device=device, dtype=dtype)
-    if not stochastic:
-        warn_of_rounding(
-            module.parameters(),
-            "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding",
-        )
-    return Twin(module, rule, choose, stochastic=stochastic, seed=seed)
+    if not rounding.get("stochastic"):
+        way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
+        warn_of_rounding(module.parameters(), way_out)
+    return Twin(module, rule, choose, **rounding)
 
 
 class Averaged(nn.Module):

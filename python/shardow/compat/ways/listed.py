@@ -29,8 +29,8 @@ class Listed:
     does not swap what is weakly referenced, as FSDP2 wants.
     """
 
-    def __init__(self, rule: str, copy_frozen: bool = False, **options: Any) -> None:
-        self._rule, self._copy_frozen, self._options = rule, copy_frozen, options
+    def __init__(self, rule: str, copy_frozen: bool = False) -> None:
+        self._rule, self._copy_frozen = rule, copy_frozen
         self._pairs: Pairs | None = None
         self._warned = False
 
@@ -70,10 +70,9 @@ class Listed:
         ]
         if not self._warned:
             self._warned = True
-            warn_of_rounding(
-                (pair.average for pair in pairs if not pair.copied), "Keep them in float32: to(dtype=torch.float32)"
-            )
-        bound = Pairs(pairs, self._rule, **self._options)
+            averages = [pair.average for pair in pairs if not pair.copied]
+            warn_of_rounding(averages, "Keep them in float32: to(dtype=torch.float32)")
+        bound = Pairs(pairs, self._rule)
         self._sharded = any(map(_is_sharded, parameters))
         self._marks_of_shadows, self._marks = self._marks_of(shadows), self._marks_of(parameters)
         self._pairs = bound
@@ -85,7 +84,7 @@ class Listed:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
-        kept = {name: getattr(self, name) for name in ("_rule", "_copy_frozen", "_options", "_warned")}
+        kept = {name: getattr(self, name) for name in ("_rule", "_copy_frozen", "_warned")}
         return {**kept, "_pairs": None}
 
 

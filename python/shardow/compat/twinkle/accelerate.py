@@ -20,8 +20,6 @@ from shardow.model import origins
 from shardow.start.materialize import materialize
 from shardow.start.wrap import own_weights, to_meta
 
-_Prepared = tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]
-
 
 class AccelerateStrategy(Strategy):
     """``device_mesh``: twinkle's or torch's, with dimensions named "dp" and "fsdp" ("tp", "cp", "sp"); None: no FSDP.
@@ -75,7 +73,7 @@ class AccelerateStrategy(Strategy):
         team = everybody()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
 
-        def ready() -> _Prepared:
+        def ready() -> tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]:
             origins.remember_all(model)
             return [origins.bindings(one, model) for one in optimizers], own_weights(model) if team.rank == 0 else None
 

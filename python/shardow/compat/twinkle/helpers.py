@@ -18,14 +18,13 @@ from shardow.model import origins
 from shardow.model.slots import by_tensor, slots, slots_of
 from shardow.start.materialize import materialize
 
-_States = dict[torch.Tensor, Any]
 # The environment that transformers and accelerate listen to while weights are loaded.
 _VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 _lock = threading.Lock()
 _inside = 0
 _outermost = contextlib.ExitStack()
 # By optimizer, what each knew of its parameters.
-_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, _States] = weakref.WeakKeyDictionary()
+_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[torch.Tensor, Any]] = weakref.WeakKeyDictionary()
 
 
 def _broadcast_sharded_state_dict(
@@ -58,7 +57,7 @@ def _unbind_optimizer_params(optimizer: torch.optim.Optimizer) -> None:
     """Lets the parameters' memory go; where they were is remembered, as far as it is known, and what the optimizer
     knows of them.
     """
-    states = _unbound[optimizer] = _States()
+    states = _unbound[optimizer] = {}
     for group in optimizer.param_groups:
         left = [torch.empty(1, dtype=param.dtype, device="meta") for param in group["params"]]
         for param, instead in zip(group["params"], left, strict=True):

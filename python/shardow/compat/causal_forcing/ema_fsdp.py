@@ -177,11 +177,10 @@ class EMA_FSDP:
     @torch.no_grad()
     def copy_to(self, fsdp_module: Any) -> None:
         """The averages, cast, into the parameters of a module with the same names: the live one, or another, sharded or
-        not. Collective; without communication where both are sharded alike and no replicas share the work.
+        not. Collective; no tensor travels where both are sharded alike and no replicas share the work.
 
         Raises ValueError and KeyError, before anything changes, where a name is on one side only or a shape differs.
         """
-
         averages = self._averages
 
         def ready() -> tuple[ModelView, list[Tracked]]:

@@ -41,7 +41,13 @@ class EMAModel:
         use_ema_warmup = use_ema_warmup or isinstance(parameters, nn.Module)  # of the deprecated form
         decay, min_decay, device = _deprecated(kwargs, decay, min_decay)
         self.decay, self.min_decay = fraction("decay", decay), fraction("min_decay", min_decay)
-        self.shadow_params = copies(_whole(_listed(parameters)))
+        listed = _listed(parameters)
+        if any(hasattr(p, "ds_tensor") for p in listed):
+            raise unsupported(
+                "these parameters are partitioned by DeepSpeed ZeRO-3, and don't tell of the model: use "
+                "shardow.integrations.deepspeed.ema(engine)"
+            )
+        self.shadow_params = copies(listed)
         self.temp_stored_params: list[torch.Tensor] | None = None
         self.update_after_step, self.use_ema_warmup = update_after_step, use_ema_warmup
         self.inv_gamma, self.power = inv_gamma, power
@@ -136,9 +142,7 @@ class EMAModel:
                 raise invalid(f"{name}={counters[name]!r}; it must be {' or '.join(kind.__name__ for kind in kinds)}")
         shadows = state_dict.get("shadow_params")
         if shadows is not None:
-            if not isinstance(shadows, list) or not all(isinstance(p, torch.Tensor) for p in shadows):
-                raise invalid("shadow_params must be a list of tensors")
-            shadows = loaded(shadows, self.shadow_params)
+            shadows = loaded("shadow_params", shadows, self.shadow_params)
         vars(self).update(counters)
         self.shadow_params = self.shadow_params if shadows is None else shadows
 
@@ -166,15 +170,6 @@ def _deprecated(kwargs: dict[str, Any], decay: float, min_decay: float) -> tuple
             warn(f"{name}= is deprecated; use {instead[name]}", FutureWarning)
     given = {name: value for name, value in kwargs.items() if value is not None}
     return given.get("max_value", decay), given.get("min_value", min_decay), given.get("device")
-
-
-def _whole(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    if any(hasattr(p, "ds_tensor") for p in parameters):
-        raise unsupported(
-            "these parameters are partitioned by DeepSpeed ZeRO-3, and don't tell of the model: use "
-            "shardow.integrations.deepspeed.ema(engine)"
-        )
-    return parameters
 
 
 __all__ = ["EMAModel"]

@@ -19,7 +19,7 @@ from shardow.base.checks import invalid, one_of, unsupported
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.ways.follower import Choose, Fate, Follower, Kind, everything
 from shardow.compat.ways.pairs import warn_of_rounding
-from shardow.compat.ways.stand_in import StandIn, behind, needed, stand_in_for, whole_averages
+from shardow.compat.ways.stand_in import Behind, Returning, StandIn, needed, stand_in_for, whole_averages
 from shardow.compat.ways.twin import Twin
 from shardow.model.modules import modes_kept
 from shardow.model.names import walk
@@ -207,10 +207,8 @@ class EMA(nn.Module):
         ):
             ma_model.to(_device(current_model))
         decay = self.get_current_decay() if current_decay is None else current_decay
-        if ma_model is self.ema_model and current_model is self.model:
-            follower = self._follower(back=False)
-        elif ma_model is self.model and current_model is self.ema_model:
-            follower = self._follower(back=True)
+        if {ma_model, current_model} == {self.ema_model, self.model}:
+            follower = self._follower(back=ma_model is self.model)
         else:
             _warn_of_rounding(ma_model)
             follower = _following(ma_model, current_model, self._fate)
@@ -297,8 +295,16 @@ def _warn_of_rounding(module: nn.Module) -> None:
 
 
 def _following(module: nn.Module, model: nn.Module, choose: Choose) -> Follower:
-    found = behind(module, model, choose)
-    return Twin(module, "lerp", choose) if found is None else found
+    """Keeps ``module`` at the averages of ``model``, one of which may stand in for the other."""
+    stand_in, other = (module, model) if isinstance(module, StandIn) else (model, module)
+    if not isinstance(stand_in, StandIn):
+        return Twin(module, "lerp", choose)
+    if stand_in.core.view.model is not other:
+        raise invalid(
+            "these averages are of another model: a sharded model's are kept with it, and cannot be given to a second "
+            "one"
+        )
+    return Behind(stand_in, choose) if stand_in is module else Returning(stand_in, choose)
 
 
 def _of_floating(choose: Choose) -> Choose:

@@ -4,9 +4,7 @@ the origin's.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,16 +24,8 @@ AvgFn = Callable[[Tensor, Tensor, "Tensor | int"], Tensor]
 MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
 
 
-@dataclass(frozen=True)
-class _Arithmetic:
-    """What a function of this module computes, for the engine: a rule, and (decay, weight) after ``n_averaged``
-    updates.
-    """
-
-    rule: Rule
-    factors: Callable[[Tensor], tuple[float, float]]
-
-
+#: What a function of this module computes, for the engine: a rule, and (decay, weight) after ``n_averaged`` updates.
+_Arithmetic = tuple[Rule, Callable[[Tensor], tuple[float, float]]]
 _KNOWN = "shardow_arithmetic"  # the attribute of such a function
 
 
@@ -72,7 +62,7 @@ def _of_count(num_averaged: Tensor) -> tuple[float, float]:
 
 
 def _known(function: Any, rule: Rule, factors: Callable[[Tensor], tuple[float, float]]) -> Callable[..., Any]:
-    setattr(function, _KNOWN, _Arithmetic(rule, factors))
+    setattr(function, _KNOWN, (rule, factors))
     known: Callable[..., Any] = function
     return known
 
@@ -109,10 +99,9 @@ class AveragedModel(Averaged):
                 AssertionError,
             )
         known = _arithmetic_of(multi_avg_fn or avg_fn, model)
-        rule = known.rule if known is not None else "lerp"
-        super().__init__(
-            follow(model, rule, everything if use_buffers else _parameters, device=device, replicas=replicas)
-        )
+        rule = known[0] if known is not None else "lerp"
+        choose = everything if use_buffers else _parameters
+        super().__init__(follow(model, rule, choose, device=device, replicas=replicas))
         self.avg_fn, self.multi_avg_fn, self.use_buffers, self._rule = avg_fn, multi_avg_fn, use_buffers, rule
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
@@ -124,8 +113,8 @@ class AveragedModel(Averaged):
         known = _arithmetic_of(self.multi_avg_fn or self.avg_fn, model)  # which may be replaced at any time
         if self.n_averaged == 0:
             follower.copy(model)
-        elif known is not None and known.rule == self._rule:
-            follower.update(model, *known.factors(self.n_averaged))
+        elif known is not None and known[0] == self._rule:
+            follower.update(model, *known[1](self.n_averaged))
         else:
             follower.apply(model, self._change)
         self.n_averaged += 1
@@ -150,9 +139,8 @@ def _arithmetic_of(function: AvgFn | MultiAvgFn | None, model: nn.Module) -> _Ar
     """Of none torch takes one of two, by the device."""
     if function is None:
         device = next((p.device for p in model.parameters()), None)
-        function = (
-            _MEAN if device is not None and device.type in _get_foreach_kernels_supported_devices() else _MEAN_OF_ONE
-        )
+        in_lists = device is not None and device.type in _get_foreach_kernels_supported_devices()
+        function = _MEAN if in_lists else _MEAN_OF_ONE
     return getattr(function, _KNOWN, None)
 
 
@@ -171,19 +159,14 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
     if stand_in is None:
         origin.update_bn(loader, model, device)
         return
-    with _kept(stand_in.core.view.model) as model:
-        stand_in.run(origin.update_bn, loader, model, device)
-
-
-@contextlib.contextmanager
-def _kept(model: nn.Module) -> Iterator[nn.Module]:
-    """What update_bn() changes and a stand-in does not bring back."""
+    model = stand_in.core.view.model
+    # The stand-in does not bring these back.
     norms = [
         (module, module.momentum) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
     counts = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_floating_point()]
     try:
-        yield model
+        stand_in.run(origin.update_bn, loader, model, device)
     finally:
         for norm, momentum in norms:
             norm.momentum = momentum

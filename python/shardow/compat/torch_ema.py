@@ -109,12 +109,8 @@ class ExponentialMovingAverage:
         self.decay, self.num_updates, self.shadow_params, self.collected_params = decay, num_updates, shadows, collected
 
     def _fitted(self, what: str, tensors: Any) -> list[torch.Tensor]:
-        _require(
-            isinstance(tensors, list) and all(isinstance(t, torch.Tensor) for t in tensors),
-            f"{what} must be a list of tensors",
-        )
         alive, gone = self._alive()
-        found = loaded(tensors, self.shadow_params if gone else alive)
+        found = loaded(what, tensors, self.shadow_params if gone else alive, AssertionError)
         return found if gone else [t.to(device=p.device, dtype=p.dtype) for t, p in zip(found, alive, strict=True)]
 
     def _given(self, parameters: Parameters) -> list[torch.Tensor]:

@@ -4,8 +4,6 @@ inference.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
@@ -27,7 +24,6 @@ from shardow.model.names import clean_file_key
 from shardow.model.parts import Held
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView
-from shardow.ranks.gather import Part
 from shardow.ranks.team import Team
 
 T = TypeVar("T")
@@ -67,25 +63,9 @@ class Managed(ABC):
     def _begin(self) -> None:
         """The averages become the weights."""
 
-    @abstractmethod
-    def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
-        """Everything that an averaged model saves, and all names of each."""
-
-    @abstractmethod
-    def swapped(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
-        share it.
-        """
-
-    @abstractmethod
-    def stats(self) -> dict[str, float]:
-        """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what the implementation adds."""
-
-    @abstractmethod
-    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
-        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
-        bytes. Collective.
-        """
+    def _complete(self) -> Held:
+        """Everything that an averaged model saves."""
+        return self._held()
 
     def __len__(self) -> int:
         return len(self._names())
@@ -170,9 +150,9 @@ class Managed(ABC):
         dict for load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time. Collective. ``dtype``:
         of floating tensors.
         """
-        parts, names, kind = self._together("export_shadow()", lambda: (*self._complete(), floating(dtype)))
+        held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"
-        torch_files.write_gathered("export_shadow()", path, parts, names, self._team, kind)
+        torch_files.write_gathered("export_shadow()", path, held, self._team, kind)
         return path
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:
@@ -216,16 +196,13 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
     """The same look on memory of its own."""
     if isinstance(tensor, DTensor):
         return sharded_like(tensor, tensor._local_tensor.detach().clone())
-    return copy.deepcopy(tensor) if isinstance(tensor, Piece) else tensor.detach().clone()
+    return tensor.detach().clone()
 
 
 def _torch_says(tensor: Any, region: _core.Region) -> bool:
     """Torch's own idea of what this rank holds, which checkpoints go by, is right: for uneven TP + FSDP2 not every
     version's is.
     """
-    chunks = [
-        (list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()
-    ]
-    return chunks == [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()] and (
-        bool(chunks) or region.size == 0
-    )
+    chunks = [chunk for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()]
+    boxes = [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()]
+    return boxes == [(list(chunk.offsets), list(chunk.sizes)) for chunk in chunks]

@@ -18,7 +18,6 @@ from shardow.model.groups import group_of_model
 from shardow.model.match import compare
 from shardow.model.parts import Held, held_by
 from shardow.model.view import ModelView, find
-from shardow.ranks.gather import Part
 
 
 class ShardedModelEMAManager(Managed):
@@ -44,7 +43,7 @@ class ShardedModelEMAManager(Managed):
         self.ema_model.eval()
         for parameter in self.ema_model.parameters():
             parameter.requires_grad_(False)
-        self._twin.pair(self._train_model)
+        self._twin.bind(self._train_model)
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -53,8 +52,7 @@ class ShardedModelEMAManager(Managed):
         return {name: value for name, value in self.__dict__.items() if name != "_team"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._team = everybody(None)
+        self.__dict__.update(state, _team=everybody())
 
     @property
     def _tracked_names(self) -> list[str]:
@@ -81,9 +79,13 @@ class ShardedModelEMAManager(Managed):
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[nn.Module]:
+        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
+        share it.
+        """
         yield self.ema_model
 
     def stats(self) -> dict[str, float]:
+        """Numbers for a logger: decay, updates, parameters, held_nonfinite."""
         return {
             "decay": self.decay,
             "updates": self.updates,
@@ -92,6 +94,9 @@ class ShardedModelEMAManager(Managed):
         }
 
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
+        bytes. Collective.
+        """
         path = Path(directory) / "ema.safetensors"
         self._together("export_safetensors()", lambda: path.parent.mkdir(parents=True, exist_ok=True))
         save_file(self.ema_model, path, dtype, group=self._team.process_group)
@@ -113,10 +118,6 @@ class ShardedModelEMAManager(Managed):
 
     def _begin(self) -> None:
         self._twin.begin(self._train_model)
-
-    def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
-        held = self._held()
-        return held.parts, held.names
 
 
 def _check(ours: ModelView, theirs: ModelView) -> None:

@@ -51,28 +51,22 @@ def build_ema(
         number = checked_decay(float(decay))
     except TypeError:
         raise invalid(f"ema.decay={decay!r} is not a number") from None
-    ema = (
-        EMAManager(model, number)
-        if implementation == "shadow"
-        else _second_model(model, number, build_ema_model, init_mode)
-    )
-    logger.info("EMA enabled with %s implementation, decay=%s, %d params tracked", implementation, decay, len(ema))
-    return ema
-
-
-def _second_model(
-    model: nn.Module, decay: float, build_ema_model: Callable[[], nn.Module] | None, init_mode: str
-) -> ShardedModelEMAManager:
-    if init_mode != "hf_backbones":
+    ema: EMAManager | ShardedModelEMAManager
+    if implementation == "shadow":
+        ema = EMAManager(model, number)
+    elif init_mode != "hf_backbones":
         raise invalid(
             "ema.implementation='sharded_model' requires model.init_mode='hf_backbones'; 'shadow' works with any model"
         )
-    if build_ema_model is None:
+    elif build_ema_model is None:
         raise invalid(
             "ema.implementation 'sharded_model' needs build_ema_model=, which builds the second model; 'shadow' needs "
             "none"
         )
-    return ShardedModelEMAManager(build_ema_model(), model, decay)
+    else:
+        ema = ShardedModelEMAManager(build_ema_model(), model, number)
+    logger.info("EMA enabled with %s implementation, decay=%s, %d params tracked", implementation, decay, len(ema))
+    return ema
 
 
 def _section(cfg: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from shardow.files import engine
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Part
-from shardow.ranks.team import Team
 
 _AGAIN = "freeze it again, or make a new manager and load the old one's state_dict() into it with strict=False"
 
@@ -47,31 +46,23 @@ class EMAManager(Managed):
         replicas: Replicas = "copy",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.decay = checked_decay(decay)
-        self._options = {"replicas": replicas, "group": group}
-        trained = [p.dtype for p in model.parameters() if p.requires_grad]
-        self._dtype = torch.float64 if trained and set(trained) == {torch.float64} else torch.float32
-        self._bind(model, self._averages_of(model, "trainable"))
-        self._everybody = everybody() if self._is_shared() else joined("EMAManager", {"decay": self.decay})
-
-    def _averages_of(self, model: nn.Module, params: Any) -> EMA:
-        options: dict[str, Any] = self._options
-        return EMA(model, self.decay, dtype=self._dtype, params=params, rule="mul_add", stochastic=False, **options)
+        self.decay, self._group = checked_decay(decay), group
+        trained = {p.dtype for p in model.parameters() if p.requires_grad}
+        dtype = torch.float64 if trained == {torch.float64} else torch.float32
+        options: dict[str, Any] = {"rule": "mul_add", "stochastic": False, "replicas": replicas, "group": group}
+        ema = EMA(model, self.decay, dtype=dtype, **options)
+        is_shared = ema._averages.team.process_group is not None
+        self._everybody = everybody() if is_shared else joined("EMAManager", {"decay": self.decay})
+        self._bind(model, ema)
 
     def _bind(self, model: nn.Module, ema: EMA) -> None:
         self._model, self._ema, self._averages = model, ema, ema._averages
+        self._team = self._everybody if ema._averages.team.process_group is None else ema._averages.team
         weights = weights_of(ema._averages.view)
         self._shadow: dict[str, torch.Tensor] = {
             one.name: look(weights.get(one.name), one.flat, one.region) for one in ema._averages.parts()
         }
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-
-    def _is_shared(self) -> bool:
-        return self._averages.team.process_group is not None
-
-    @property
-    def _team(self) -> Team:  # type: ignore[override]
-        return self._averages.team if self._is_shared() else self._everybody
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -91,7 +82,7 @@ class EMAManager(Managed):
         view.reshard()
         if model is self._model and view.unchanged():
             return
-        theirs = find(model, group=self._options["group"])  # type: ignore[arg-type]
+        theirs = find(model, group=self._group)
         self._refuse_new(theirs)
         if self._averages.swap.follow_moves() and _places(view) == _places(theirs):
             self._model = model
@@ -100,15 +91,15 @@ class EMAManager(Managed):
         if missing:
             lost = f"'{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged"
             raise invalid(f"the model has no {lost}; make a new manager of it", KeyError)
-        new = self._averages_of(model, functools.partial(_is_in, frozenset(self._shadow)))
+        asked = {**self._averages.arguments, "params": functools.partial(_is_in, frozenset(self._shadow))}
+        new = EMA(model, self.decay, group=self._group, **asked)
         load_averages(new._averages, self._averages.averages())
         self._bind(model, new)
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
         self._averages.to_copy("copied")
-        names = ("decay", "updates", "_options", "_dtype", "_model", "_ema")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("decay", "updates", "_group", "_model", "_ema")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _everybody=everybody())
@@ -128,20 +119,27 @@ class EMAManager(Managed):
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[nn.Module]:
+        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
+        share it.
+        """
         with self._ema.swapped():
             yield self._model
 
     def stats(self) -> dict[str, float]:
+        """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what EMA.stats() adds."""
         return {**self._ema.stats(), "decay": self.decay, "updates": self.updates}
 
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
+        bytes. Collective.
+        """
         path = Path(directory) / "ema.safetensors"
 
         def prepare() -> tuple[list[Part], dict[str, Any]]:
             path.parent.mkdir(parents=True, exist_ok=True)
             view = self._averages.view
             mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._team.rank)}
-            return [part for part in self._complete()[0] if part.name in mine], engine.dtype_and_limit(dtype, None)
+            return [part for part in self._complete().parts if part.name in mine], engine.dtype_and_limit(dtype, None)
 
         parts, options = self._together("export_safetensors()", prepare)
         engine.write([engine.FileParts("", parts)], path, self._team, **options)
@@ -162,15 +160,13 @@ class EMAManager(Managed):
     def _begin(self) -> None:
         self._averages.begin()
 
-    def _complete(self) -> tuple[list[Part], dict[str, tuple[str, ...]]]:
+    def _complete(self) -> Held:
         self._averages.swap.refuse("an export")
-        names = {
-            one.name: (one.name, *one.aliases)
-            for one in [*self._averages.view.parameters, *self._averages.view.buffers]
-        }
+        view = self._averages.view
+        names = {one.name: (one.name, *one.aliases) for one in [*view.parameters, *view.buffers]}
         self._averages.swap.rebind()
         others = [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._averages.others()]
-        return [*self._averages.parts(), *others], names
+        return Held([*self._averages.parts(), *others], names, self._team.process_group)
 
 
 def _is_in(names: frozenset[str], name: str, _: object) -> bool:

@@ -97,7 +97,7 @@ def fsdp_ema_update(ema_model: nn.Module, model: nn.Module, decay: float = 0.999
     """
     twin = _twin_of(ema_model)
     try:
-        twin.pair(model)
+        twin.bind(model)
     except ValueError as error:
         raise invalid(f"fsdp_ema_update(): {error}", AssertionError) from None
     twin.update(model, decay, 1 - decay)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ class FSDPCheckpoint:
         path = Path(ckpt_dir).resolve() / f"{train_steps:07d}"
         logger.info(f"Saving checkpoint to {path}.")
         team = everybody()
-        shard = _shard_of(fsdp_config)
+        shard_name, _, writes = _shard_of(fsdp_config)
 
         def fill(partial: Path) -> None:
             for name, one in (("ema", ema_model), ("model", model)):
@@ -77,8 +76,8 @@ class FSDPCheckpoint:
             team.agree("fsdp_save_ckpt()", lambda: write_rest(partial))
 
         def write_rest(partial: Path) -> None:
-            if shard.writes:
-                torch_files.write(optimizer.state_dict(), partial / shard.name)
+            if writes:
+                torch_files.write(optimizer.state_dict(), partial / shard_name)
             if team.rank == 0 and scheduler is not None:
                 torch_files.write(scheduler.state_dict(), partial / "scheduler.pt")
             if team.rank == 0 and data_status is not None:
@@ -113,9 +112,8 @@ class FSDPCheckpoint:
         source = folder / ("ema.safetensors" if resume_from_ema else "model.safetensors")
         wanted = [(model, source)]
         if ema_model is not None:
-            wanted.append(
-                (ema_model, team.agree("try_load_ckpt()", lambda: _ema_file(folder, source, missing_ema, logger)))
-            )
+            ema_file = team.agree("try_load_ckpt()", lambda: _ema_file(folder, source, missing_ema, logger))
+            wanted.append((ema_model, ema_file))
         for check_only in (True, False):
             for one, path in wanted:
                 _load(one, path, team, logger, check_only)
@@ -132,7 +130,7 @@ class FSDPCheckpoint:
         folder = _existing(resume_from, team)
         if folder is None:
             return optimizer, scheduler, 0, None
-        shard = _shard_of(fsdp_config)
+        name, count, _ = _shard_of(fsdp_config)
 
         def read() -> tuple[Any, Any, int, Any]:
             step = os.path.basename(os.path.normpath(folder))
@@ -142,12 +140,8 @@ class FSDPCheckpoint:
                 )
             status = _read(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
             schedule = _read(folder / "scheduler.pt") if scheduler is not None else None
-            return (
-                _read_shard(folder, shard),
-                schedule,
-                int(step) + 1,
-                status[team.rank] if team.rank < len(status) else None,
-            )
+            own = status[team.rank] if team.rank < len(status) else None
+            return _read_shard(folder, name, count), schedule, int(step) + 1, own
 
         state, schedule, step, status = team.agree("try_load_train_state()", read)
         team.agree("try_load_train_state()", lambda: optimizer.load_state_dict(state))
@@ -176,11 +170,8 @@ def _load(model: nn.Module, path: Path, team: Team, logger: Any, check_only: boo
         held.put_back()
         meta.have_values(model)
         unexpected = [name for name in report["unexpected"] if name not in fixed]
-        fits = not (report["missing"] or unexpected)
-        logger.info(
-            f"{path.name}: "
-            + ("all names fit" if fits else f"missing in the file: {report['missing']}; not wanted: {unexpected}")
-        )
+        differ = f"missing in the file: {report['missing']}; not wanted: {unexpected}"
+        logger.info(f"{path.name}: {differ if report['missing'] or unexpected else 'all names fit'}")
 
 
 def _ema_file(folder: Path, source: Path, missing_ema: str, logger: Any) -> Path:
@@ -193,36 +184,26 @@ def _ema_file(folder: Path, source: Path, missing_ema: str, logger: Any) -> Path
     return source
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """Of the optimizer's state on this rank. ``writes``: of ranks that have the same one, the first does."""
-
-    index: int
-    count: int
-    writes: bool
-
-    @property
-    def name(self) -> str:
-        return f"optimizer.{self.index:05d}-of-{self.count:05d}.pt"
-
-
-def _shard_of(config: FSDPConfig) -> _Shard:
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _shard_of(config: FSDPConfig) -> tuple[str, int, bool]:
+    """Returns the file of this rank's shard of the optimizer's state, how many shards there are, and whether this rank
+    writes it: of ranks that have the same one, the first does."""
+    rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    writes = True
     if strategy_of(config) == ShardingStrategy.NO_SHARD:
-        return _Shard(0, 1, rank == 0)
-    if config.sharding_strategy in HYBRID:
-        return _Shard(rank % config.num_shard, config.num_shard, rank < config.num_shard)
-    return _Shard(rank, world, True)
+        rank, count, writes = 0, 1, rank == 0
+    elif config.sharding_strategy in HYBRID:
+        rank, count, writes = rank % config.num_shard, config.num_shard, rank < config.num_shard
+    return f"optimizer.{rank:05d}-of-{count:05d}.pt", count, writes
 
 
-def _read_shard(folder: Path, shard: _Shard) -> Any:
-    if (folder / shard.name).exists():
-        return _read(folder / shard.name)
+def _read_shard(folder: Path, name: str, count: int) -> Any:
+    if (folder / name).exists():
+        return _read(folder / name)
     counts = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("optimizer.*-of-*.pt")})
     there = f"that of {' and '.join(map(str, counts))} shards" if counts else "none"
-    differ = f"this run has {shard.count} shards of the optimizer's state, the checkpoint {there}"
+    differ = f"this run has {count} shards of the optimizer's state, the checkpoint {there}"
     way_out = "Resume with as many, or from the weights alone, which fit any number"
-    raise errors.make("not_found", f"{folder} has no {shard.name}: {differ}. {way_out}")
+    raise errors.make("not_found", f"{folder} has no {name}: {differ}. {way_out}")
 
 
 def _read(path: Path) -> Any:

@@ -59,7 +59,6 @@ class EMA_FSDP:
         )  # fmt: skip
         name_of = called(root)
         self._names = {name: name_of(name) for name in self._averages.averages()}  # {clean: the origin's}
-        self._copier: Copier | None = None
         self._is_copy = False
 
     @property
@@ -124,7 +123,7 @@ class EMA_FSDP:
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
         self._averages.to_copy("copied")
-        return {**self.__dict__, "_copier": None, "_is_copy": True}
+        return {**self.__dict__, "_is_copy": True}
 
     # ---- state
 
@@ -175,23 +174,35 @@ class EMA_FSDP:
 
     # ---- the averages in a model
 
+    @torch.no_grad()
     def copy_to(self, fsdp_module: Any) -> None:
         """The averages, cast, into the parameters of a module with the same names: the live one, or another, sharded or
-        not. Collective; without communication where both are sharded alike and no replicas share the work.
+        not. Collective; no tensor travels where both are sharded alike and no replicas share the work.
 
         Raises ValueError and KeyError, before anything changes, where a name is on one side only or a shape differs.
         """
+        averages = self._averages
 
-        def ready() -> Copier:
-            target = model_and_root(fsdp_module)[0]
-            copier = self._copier
-            if copier is None or copier.target is not target:
-                copier = Copier(self._averages, target)
-            copier.ready()
-            return copier
+        def ready() -> tuple[ModelView, list[Tracked]]:
+            view = find(model_and_root(fsdp_module)[0], group=averages.team.process_group)
+            written = _as_averaged(averages, view)
+            averages.swap.refuse("copy_to()")
+            view.reshard()
+            refuse_foreign("copy_to()", lambda: [one.local.tensor for one in written], writes=True)
+            return view, written
 
-        self._copier = self._averages.together("copy_to()", ready)
-        self._copier.copy()
+        view, written = averages.together("copy_to()", ready)
+        pairs = list(zip(written, averages.tracked, strict=True))
+        alike = all(there.region == here.region for there, here in pairs)
+        if all(answer == b"1" for answer in averages.team.gather("copy_to()", b"%d" % alike)):
+            torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
+            for one in written:
+                one.scatter()
+            averages.share(written)
+        else:
+            _state.copy_streamed(Gatherer("copy_to()", averages.parts(), averages.team), view)
+        view.bump_versions()
+        view.reshard()
 
     def swapped(self) -> AbstractContextManager[None]:
         """``with ema.swapped():`` the live module holds the averages; afterwards its weights, bit for bit.
@@ -224,53 +235,13 @@ def _floating(name: str, tensor: Any) -> torch.Tensor:
     return tensor
 
 
-class Copier:
-    """Of ``ema``'s averages into ``target``, parameters alone. Made and called on every rank that shares the EMA."""
-
-    def __init__(self, core: Averages, target: nn.Module) -> None:
-        self.target = target
-        self._averages = core
-        self._view: ModelView = find(target, group=core.team.process_group)
-        self._tracked = self._as_averaged()
-        self._alike_everywhere: bool | None = None
-
-    @torch.no_grad()
-    def ready(self) -> None:
-        """Raises, before anything changes, where the target is not what it was. Local."""
-        self._averages.swap.refuse("copy_to()")
-        self._view.reshard()
-        if not self._view.unchanged() and not self._view.follow_moves(self._follow):
-            raise invalid(self._view.explain_change())
-        refuse_foreign("copy_to()", lambda: [one.local.tensor for one in self._tracked], writes=True)
-
-    def _follow(self) -> None:
-        for one in self._tracked:
-            one.follow()
-
-    @torch.no_grad()
-    def copy(self) -> None:
-        """Collective."""
-        team, pairs = self._averages.team, list(zip(self._tracked, self._averages.tracked, strict=True))
-        if self._alike_everywhere is None:
-            alike = all(there.region == here.region for there, here in pairs)
-            self._alike_everywhere = all(answer == b"1" for answer in team.gather("copy_to()", b"%d" % alike))
-        if self._alike_everywhere:
-            torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
-            for one in self._tracked:
-                one.scatter()
-            self._averages.share(self._tracked)
-        else:
-            _state.copy_streamed(Gatherer("copy_to()", self._averages.parts(), team), self._view)
-        self._view.bump_versions()
-        self._view.reshard()
-
-    def _as_averaged(self) -> list[Tracked]:
-        """The target's parameters in the order of the averages. Raises KeyError, a ValueError too, with the names that
-        don't fit.
-        """
-        there = {one.name: one for one in self._view.parameters}
-        shapes = {one.name: tuple(one.local.region.shape) for one in self._averages.tracked}
-        found = compare(shapes, {name: tuple(one.region.shape) for name, one in there.items()})
-        found.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
-        chosen = [there[name] for name in shapes]
-        return [Tracked(one, *divide(one, self._averages.options.replicas)) for one in chosen]
+def _as_averaged(averages: Averages, view: ModelView) -> list[Tracked]:
+    """The parameters of ``view`` in the order of the averages. Raises KeyError, a ValueError too, with the names that
+    don't fit.
+    """
+    there = {one.name: one for one in view.parameters}
+    shapes = {one.name: tuple(one.local.region.shape) for one in averages.tracked}
+    found = compare(shapes, {name: tuple(one.region.shape) for name, one in there.items()})
+    found.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
+    chosen = [there[name] for name in shapes]
+    return [Tracked(one, *divide(one, averages.options.replicas)) for one in chosen]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import errors
+from shardow import _core, errors
 from shardow.averages import state as _state
 from shardow.base.checks import fraction, invalid, seconds, whole
-from shardow.compat.dist_ema.shares import Copied, Share, is_sharded, refuse_unlike, shares
+from shardow.compat.dist_ema.shares import Share, is_sharded, refuse_unlike, shares
 from shardow.compat.ways.pairs import Pair, Pairs
 from shardow.compat.ways.teams import refuse_copies, unchanged
 from shardow.files import engine
 from shardow.model import match
-from shardow.model.local import LocalTensor
 from shardow.model.names import called
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
@@ -78,11 +77,9 @@ class DistEMA:
         self.decay_steps = 0
         self._seed, self._group = seed, group
         self._view = self._found(model)
-        among = (
-            group
-            or self._view.process_group
-            or (dist.group.WORLD if dist.is_initialized() and world_size != 1 else None)
-        )
+        among = group or self._view.process_group
+        if among is None and dist.is_initialized() and world_size != 1:
+            among = dist.group.WORLD
         self._team = Team(among, seconds(timeout))
         self._team.agree("DistEMA(...)", self._start)
         tensors = {one.name: f"{one.shape} in the order {one.order}" for one in self._shares}
@@ -90,7 +87,19 @@ class DistEMA:
         self._team.same("DistEMA(...)", facts, "DistEMA")
 
     def _start(self) -> None:
-        check_options(self.config, self.world_size, self.rank)
+        """Raises ValueError; also KeyError and TypeError, where the origin does."""
+        if self.dtype not in PRECISION_TO_TYPE:
+            known = ", ".join(map(repr, PRECISION_TO_TYPE))
+            raise invalid(f"dtype={self.dtype!r}; it must be one of {known}", KeyError)
+        if self.warmup and self.power is None:
+            powers = "2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand"
+            raise invalid(f"warmup=True needs a power: {powers}", TypeError)
+        if whole("rank", self.rank, 0) >= whole("world_size", self.world_size, 1):
+            raise invalid(f"rank={self.rank}; with world_size={self.world_size} it must be less")
+        for name in ("decay", "min_decay"):
+            fraction(name, getattr(self, name))
+        if self.warmup and not self.inv_gamma > 0:
+            raise invalid(f"inv_gamma={self.inv_gamma}; it must be more than 0")
         if dist.is_initialized() and (self.world_size, self.rank) != (self._team.size, self._team.rank):
             raise invalid(
                 f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._team.rank} of the "
@@ -210,10 +219,8 @@ class DistEMA:
 
     def _parts_to_gather(self, cpu_group: dist.ProcessGroup | None, buffers: bool) -> list[Part]:
         if cpu_group is not None and dist.get_world_size(cpu_group) != self.world_size:
-            raise invalid(
-                f"state_dict(): cpu_group has {dist.get_world_size(cpu_group)} ranks, the averages are on "
-                f"{self.world_size}"
-            )
+            size = dist.get_world_size(cpu_group)
+            raise invalid(f"state_dict(): cpu_group has {size} ranks, the averages are on {self.world_size}")
         parts = [Part(one.name, one.average, one.region) for one in self._shares]
         if buffers:
             parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in self._view.buffers]
@@ -233,18 +240,30 @@ class DistEMA:
         self.decay_steps = self.decay_steps if steps is None else steps
 
     def _fitting(self, state: Mapping[str, Any]) -> tuple[int | None, list[tuple[Share, torch.Tensor]]]:
+        """Shares with their whole tensors, without buffers. Raises KeyError with all that does not fit."""
         steps = None
         if set(state) == {"model", "config"} and isinstance(state["model"], Mapping):
             steps, state = steps_in(state["config"], self.config), state["model"]
-        return steps, fitting(self._shares, self._view.buffers, self._called, state)
+        parts = self._parts_to_gather(None, buffers=True)
+        held = Held(parts, {part.name: (part.name, self._called[part.name]) for part in parts}, None)
+        fit = match.fit(held, state, "the state")
+        found = {one.name: state[fit.keys[one.name]] for one in self._shares if one.name in fit.keys}
+        for name, tensor in found.items():
+            if type(tensor) not in (torch.Tensor, nn.Parameter):
+                raise invalid(
+                    f"load_state_dict(): nothing was loaded: '{name}' is a {type(tensor).__name__}, not a whole tensor",
+                    KeyError,
+                )
+        shapes = {one.name: one.shape for one in self._shares}
+        checked = match.compare(shapes, _state.shapes_of(found, shapes))
+        replace(checked, unexpected=fit.unexpected).refuse("load_state_dict()", "the state", KeyError)
+        return steps, [(one, found[one.name].detach()) for one in self._shares]
 
     def _together(self, what: str, fn: Callable[[], T], alone: bool = False) -> T:
         """fn() on every rank, or an error on all. ``alone``: it can do without the others."""
         if not alone and self._team.size != self.world_size:
-            raise invalid(
-                f"{what} needs the other {self.world_size - 1} ranks: call dist.init_process_group() before "
-                "DistEMA(...)"
-            )
+            way_out = "call dist.init_process_group() before DistEMA(...)"
+            raise invalid(f"{what} needs the other {self.world_size - 1} ranks: {way_out}")
         return self._team.agree(what, fn)
 
     # ---- files
@@ -252,51 +271,35 @@ class DistEMA:
     def save(self, path: str | Path) -> None:
         """Averages and ``config`` into a .safetensors file, each rank writing its own bytes; for load(). Collective;
         nothing is gathered."""
-        parts = self._together("save()", lambda: self._parts([]))
+        held = self._together("save()", lambda: self._held(saving=True))
         self._team.same_updates("save()", self.decay_steps)
-        engine.write([engine.FileParts("", parts, {CONFIG: json.dumps(self.config)})], path, self._team)
+        engine.write([engine.FileParts("", held.parts, {CONFIG: json.dumps(self.config)})], path, self._team)
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
         """What save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective.
         Raises, before anything changes, where names, shapes or options differ."""
-        copied: Copied = []
-        parts = self._together("load()", lambda: self._parts(copied, saving=False))
-        found = engine.opened(path, self._team)
-        steps = self._team.agree("load()", lambda: steps_in(config_in(path, found.metadata), self.config))
-        engine.read_into(parts, found, self._team, check_only=True)
-        engine.read_into(parts, found, self._team)
-        for stretch, filled in copied:
-            stretch.copy_(filled)
-        self.decay_steps = steps
+        held = self._together("load()", lambda: self._held(saving=False))
+        steps = [0]
 
-    def _parts(self, copied: Copied, saving: bool = True) -> list[Part]:
+        def choose(found: _core.Checkpoint) -> tuple[list[Part], bool]:
+            if CONFIG not in found.metadata:
+                why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
+                raise errors.make("corrupt", f"{path} is not a saved DistEMA: {why}")
+            steps[:] = [steps_in(json.loads(found.metadata[CONFIG]), self.config)]
+            return held.parts, True
+
+        engine.read_chosen(path, choose, self._team)
+        held.put_back()
+        self.decay_steps = steps[0]
+
+    def _held(self, saving: bool) -> Held:
         """In a sharded model, what every rank holds whole is saved by rank 0."""
-        counted = [
-            one
-            for one in self._shares
-            if not saving or not is_sharded(self.model) or one.local.counts_on(self._team.rank)
-        ]
-        return [part for one in counted for part in one.parts(copied)]
-
-
-def check_options(config: Mapping[str, Any], world_size: int, rank: int) -> None:
-    """Raises ValueError; also KeyError and TypeError, where the origin does."""
-    if config["dtype"] not in PRECISION_TO_TYPE:
-        raise invalid(
-            f"dtype={config['dtype']!r}; it must be one of {', '.join(map(repr, PRECISION_TO_TYPE))}", KeyError
-        )
-    if config["warmup"] and config["power"] is None:
-        raise invalid(
-            "warmup=True needs a power: 2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand",
-            TypeError,
-        )
-    if whole("rank", rank, 0) >= whole("world_size", world_size, 1):
-        raise invalid(f"rank={rank}; with world_size={world_size} it must be less")
-    for name in ("decay", "min_decay"):
-        fraction(name, config[name])
-    if config["warmup"] and not config["inv_gamma"] > 0:
-        raise invalid(f"inv_gamma={config['inv_gamma']}; it must be more than 0")
+        held, everything = Held([], {}, None), not saving or not is_sharded(self.model)
+        for one in self._shares:
+            if everything or one.local.counts_on(self._team.rank):
+                held.parts += one.parts(held.copied)
+        return held
 
 
 def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:
@@ -307,36 +310,3 @@ def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:
         way_out = "make DistEMA with the same options, or pass the averages alone and set_decay_steps()"
         raise invalid(f"the averages were saved with {differs}; {way_out}")
     return whole("decay_steps", saved.get("decay_steps"), 0)
-
-
-def config_in(path: str | Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Of a file that DistEMA saved; raises ValueError for another one."""
-    if CONFIG not in metadata:
-        why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
-        raise errors.make("corrupt", f"{path} is not a saved DistEMA: {why}")
-    config: dict[str, Any] = json.loads(metadata[CONFIG])
-    return config
-
-
-def fitting(
-    shares: Sequence[Share], buffers: Sequence[LocalTensor], called: Mapping[str, str], state: Mapping[str, Any]
-) -> list[tuple[Share, torch.Tensor]]:
-    """Shares with their whole tensors, without buffers. Raises KeyError with all that does not fit. ``called``: names
-    in states.
-    """
-    parts = [Part(one.name, one.average, one.region) for one in shares]
-    parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in buffers]
-    fit = match.fit(
-        Held(parts, {part.name: (part.name, called[part.name]) for part in parts}, None), state, "the state"
-    )
-    found = {one.name: state[fit.keys[one.name]] for one in shares if one.name in fit.keys}
-    for name, tensor in found.items():
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise invalid(
-                f"load_state_dict(): nothing was loaded: '{name}' is a {type(tensor).__name__}, not a whole tensor",
-                KeyError,
-            )
-    shapes = {one.name: one.shape for one in shares}
-    checked = match.compare(shapes, _state.shapes_of(found, shapes))
-    replace(checked, unexpected=fit.unexpected).refuse("load_state_dict()", "the state", KeyError)
-    return [(one, found[one.name].detach()) for one in shares]

@@ -27,9 +27,6 @@ from shardow.model.view import ModelView
 from shardow.model.zero3 import is_partitioned
 from shardow.ranks.gather import Part
 
-# (a stretch of an average as its tensor goes, a copy of it, row-major)
-Copied = list[tuple[torch.Tensor, torch.Tensor]]
-
 
 @dataclass(eq=False)
 class Share:
@@ -60,8 +57,9 @@ class Share:
         """For permute(): gives the dimensions as the parameter has them."""
         return sorted(range(len(self.order)), key=self.order.__getitem__)
 
-    def parts(self, copied: Copied) -> Iterator[Part]:
-        """The average as regions of the parameter: its own memory, or copies, which are noted."""
+    def parts(self, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Part]:
+        """The average as regions of the parameter: its own memory, or copies, which are noted: (a stretch of the
+        average as its tensor goes, the copy, row-major)."""
         if self.order == tuple(range(len(self.order))):
             yield Part(self.name, self.average, self.region)
             return
@@ -84,19 +82,15 @@ def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: 
     for local in view.parameters:
         if sharded:
             region, begin = divide(local, "split")
-            made.append(_share(local, tuple(range(len(region.shape))), region, begin, dtype))
-            continue
-        order, size = _memory_order(local), local.region.size
-        begin, stop = min(max(first - at, 0), size), min(max(end - at, 0), size)
-        stored = _core.Region.whole([local.region.shape[d] for d in order])
-        made.append(_share(local, order, stored.window(begin, stop), begin, dtype))
-        at += size
+            order = tuple(range(len(region.shape)))
+        else:
+            order, size = _memory_order(local), local.region.size
+            begin, stop = min(max(first - at, 0), size), min(max(end - at, 0), size)
+            region = _core.Region.whole([local.region.shape[d] for d in order]).window(begin, stop)
+            at += size
+        average = _memory(local, order)[begin : begin + region.size].to(dtype, copy=True)
+        made.append(Share(local, order, region, begin, average))
     return made
-
-
-def _share(local: LocalTensor, order: tuple[int, ...], region: _core.Region, begin: int, dtype: torch.dtype) -> Share:
-    average = _memory(local, order)[begin : begin + region.size].to(dtype, copy=True)
-    return Share(local, order, region, begin, average)
 
 
 class _Layout(NamedTuple):

@@ -112,16 +112,12 @@ def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
 def _named(model: nn.Module, shadows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's state_dict() with averages in the dtypes of its parameters, under all of their names."""
     _check(model, shadows)
-    cast = (
-        shadow.to(p.dtype) if shadow.is_floating_point() else shadow
-        for p, shadow in zip(model.parameters(), shadows, strict=True)
-    )
-    by_parameter = dict(zip(map(id, model.parameters()), cast, strict=True))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        name: by_parameter[id(parameters[name])] if name in parameters else tensor
-        for name, tensor in model.state_dict().items()
+    by_parameter = {
+        id(parameter): shadow.to(parameter.dtype) if shadow.is_floating_point() else shadow
+        for parameter, shadow in zip(model.parameters(), shadows, strict=True)
     }
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return {name: by_parameter.get(id(tensor), tensor) for name, tensor in state.items()}
 
 
 def _sources(folder: Path, tensors: dict[str, torch.Tensor]) -> list[tuple[Path, dict[str, torch.Tensor]]]:

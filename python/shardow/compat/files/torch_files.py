@@ -19,7 +19,7 @@ import struct
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,9 +28,9 @@ from torch import nn
 
 from shardow import errors
 from shardow.compat.files.published import new_file
-from shardow.model.parts import held_by
+from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
-from shardow.ranks.gather import Gatherer, Part
+from shardow.ranks.gather import Gatherer
 from shardow.ranks.memory import empty
 from shardow.ranks.team import Team
 
@@ -72,22 +72,13 @@ _ZIP64_FIELD = 20  # bytes that zipfile adds to a large record's header
 _PADDING = 0x4246  # id of a header field that readers skip; torch's own files have it
 
 
-def write_gathered(
-    what: str,
-    path: Path,
-    parts: Sequence[Part],
-    names: Mapping[str, tuple[str, ...]],
-    team: Team,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """The tensors of which ``parts`` are this rank's, each under all its ``names``, into ``path``; floating ones as
+def write_gathered(what: str, path: Path, held: Held, team: Team, dtype: torch.dtype | None = None) -> None:
+    """The tensors of which ``held.parts`` are this rank's, each under all its names, into ``path``; floating ones as
     ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
     failed: list[Exception] = []
     with contextlib.ExitStack() as stack:
-        add = team.agree(
-            what, lambda: stack.enter_context(_archive(path, parts, names, dtype)) if team.rank == 0 else None
-        )
-        for _, tensor in Gatherer(what, parts, team).stream():  # to the end in any case: the others send
+        add = team.agree(what, lambda: stack.enter_context(_archive(path, held, dtype)) if team.rank == 0 else None)
+        for _, tensor in Gatherer(what, held.parts, team).stream():  # to the end in any case: the others send
             if add is not None and tensor is not None and not failed:
                 try:
                     add(tensor)
@@ -103,17 +94,15 @@ def write_gathered(
 
 
 @contextlib.contextmanager
-def _archive(
-    path: Path, parts: Sequence[Part], names: Mapping[str, tuple[str, ...]], dtype: torch.dtype | None
-) -> Iterator[Callable[[torch.Tensor], None]]:
-    """A new file, and what adds whole tensors to it, in the order of ``parts``."""
+def _archive(path: Path, held: Held, dtype: torch.dtype | None) -> Iterator[Callable[[torch.Tensor], None]]:
+    """A new file, and what adds whole tensors to it, in the order of ``held.parts``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     template: dict[str, torch.Tensor] = {}
-    for part in parts:
+    for part in held.parts:
         kept = part.flat.dtype
         # Nothing touches this memory.
         like = empty(part.region.shape, dtype if dtype and kept.is_floating_point else kept)
-        template.update(dict.fromkeys(names[part.name], like))
+        template.update(dict.fromkeys(held.names[part.name], like))
     structure, numbers = _structure(template, path.parent), itertools.count()
     with new_file(path) as file, _zip(file) as archive:
         archive.writestr("archive/data.pkl", structure)

@@ -4,9 +4,8 @@ shardow.wrap().
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +19,6 @@ from shardow.compat.ways.teams import everybody
 from shardow.model import origins
 from shardow.start.materialize import materialize
 from shardow.start.wrap import own_weights, to_meta
-
-_Prepared = tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]
 
 
 class AccelerateStrategy(Strategy):
@@ -76,7 +73,7 @@ class AccelerateStrategy(Strategy):
         team = everybody()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
 
-        def ready() -> _Prepared:
+        def ready() -> tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]:
             origins.remember_all(model)
             return [origins.bindings(one, model) for one in optimizers], own_weights(model) if team.rank == 0 else None
 
@@ -84,8 +81,13 @@ class AccelerateStrategy(Strategy):
         to_meta(model)
         for optimizer, places in zip(optimizers, bindings, strict=True):
             origins.bind(optimizer, places)  # it would keep the whole model
-        with self._not_loading():
+        plugin = self.accelerator.state.fsdp_plugin
+        # accelerate's own loading sends everything to every rank, and fails for persistent buffers.
+        before, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+        try:
             prepared = self.accelerator.prepare(model, *args)
+        finally:
+            plugin.cpu_ram_efficient_loading = before
         materialize(model, own)
         for optimizer, places in zip(optimizers, bindings, strict=True):
             # accelerate identifies parameters by their addresses, and on meta they have none.
@@ -100,16 +102,6 @@ class AccelerateStrategy(Strategy):
 
     def _shards(self) -> bool:
         return bool(self.accelerator.is_fsdp2)
-
-    @contextlib.contextmanager
-    def _not_loading(self) -> Iterator[None]:
-        """accelerate's own loading sends everything to every rank, and fails for persistent buffers."""
-        plugin = self.accelerator.state.fsdp_plugin
-        before, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
-        try:
-            yield
-        finally:
-            plugin.cpu_ram_efficient_loading = before
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

@@ -15,17 +15,16 @@ from torch import nn
 
 from shardow.base.checks import invalid
 from shardow.model import origins
-from shardow.model.slots import by_tensor, slots
+from shardow.model.slots import by_tensor, slots, slots_of
 from shardow.start.materialize import materialize
 
-_States = dict[torch.Tensor, Any]
 # The environment that transformers and accelerate listen to while weights are loaded.
 _VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 _lock = threading.Lock()
 _inside = 0
 _outermost = contextlib.ExitStack()
 # By optimizer, what each knew of its parameters.
-_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, _States] = weakref.WeakKeyDictionary()
+_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[torch.Tensor, Any]] = weakref.WeakKeyDictionary()
 
 
 def _broadcast_sharded_state_dict(
@@ -40,10 +39,9 @@ def _broadcast_sharded_state_dict(
 def _get_non_persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """By every name that a buffer has."""
     return {
-        f"{prefix}.{key}" if prefix else key: buffer.clone()
+        slot.name: slot.recorded.clone()
         for prefix, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and key in module._non_persistent_buffers_set
+        for slot in slots_of(module, prefix, "table")
     }
 
 
@@ -59,7 +57,7 @@ def _unbind_optimizer_params(optimizer: torch.optim.Optimizer) -> None:
     """Lets the parameters' memory go; where they were is remembered, as far as it is known, and what the optimizer
     knows of them.
     """
-    states = _unbound[optimizer] = _States()
+    states = _unbound[optimizer] = {}
     for group in optimizer.param_groups:
         left = [torch.empty(1, dtype=param.dtype, device="meta") for param in group["params"]]
         for param, instead in zip(group["params"], left, strict=True):

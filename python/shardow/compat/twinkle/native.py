@@ -51,10 +51,11 @@ class NativeFSDPStrategy(Strategy):
         mesh = _mesh_of(self.device_mesh)
         if mesh is None:
             return model, optimizer
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         options: dict[str, Any] = {
             "memory_efficient_init": self._memory_efficient_init,
             "reshard_after_forward": self.fsdp_config.get("reshard_after_forward", True),
-            "mixed_precision": _policy(self.mixed_precision),
+            "mixed_precision": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
         }
         return wrap(model, mesh, optimizer, _units(model), **options)
 
@@ -95,8 +96,3 @@ def _mesh_of(mesh: Any) -> DeviceMesh | None:
         return None
     flat = torch.as_tensor(mesh.mesh, device="cpu").flatten()
     return DeviceMesh(mesh.device_type or "cuda", flat, mesh_dim_names=("fsdp",)) if flat.numel() > 1 else None
-
-
-def _policy(mixed_precision: str) -> MixedPrecisionPolicy:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype, cast_forward_inputs=True)

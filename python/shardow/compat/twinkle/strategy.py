@@ -140,13 +140,9 @@ def _is_of_adapter(name: str, adapter: str) -> bool:
 def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
     """By the model's own names."""
     names = {alias: name for name, aliases in held_by(model, None, saving=False).names.items() for alias in aliases}
-    found, unknown = {}, []
-    for key, tensor in weights.items():
-        name = next((names[one] for one in _called(key, adapter) if one in names), None)
-        if name is None:
-            unknown.append(key)
-        else:
-            found[name] = tensor
+    places = {key: next((names[one] for one in _called(key, adapter) if one in names), None) for key in weights}
+    unknown = [key for key, name in places.items() if name is None]
+    found = {name: weights[key] for key, name in places.items() if name is not None}
     missing = sorted({name for name in names.values() if _is_of_adapter(name, adapter)} - found.keys())
     if unknown or missing:
         raise invalid(

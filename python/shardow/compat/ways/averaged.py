@@ -28,29 +28,23 @@ from shardow.start.materialize import Request, fill_model
 
 def follow(
     model: nn.Module, rule: Rule, choose: Choose = everything_saved, *, device: Any = None,
-    dtype: torch.dtype | None = None, replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
+    dtype: torch.dtype | None = None, replicas: Replicas = "copy", **rounding: Any,
 ) -> Follower:  # fmt: skip
     """Of a copy of ``model``; of a stand-in where none can be had, or ``replicas="split"``: ranks with the same weights
-    keep a part of the averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Paired.
-    ``device``, ``dtype``: of the averages, by default the model's. ``stochastic``: how 16 bits are rounded."""
+    keep a part of the averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Twin.
+    ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16 bits, as in Pairs."""
     one_of("replicas", replicas, ("split", "copy"))
     refuse_scripted(model.named_modules())
     if needed(model, replicas):
-        stand_in = stand_in_for(
-            model, rule, choose, device=device, dtype=dtype, replicas=replicas, stochastic=stochastic, seed=seed
-        )
+        stand_in = stand_in_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
         return Behind(stand_in, choose)
     module = copy.deepcopy(model)
-    if device is not None:
-        module.to(device=device)
-    if dtype is not None:
-        module.to(dtype=dtype)
-    if not stochastic:
-        warn_of_rounding(
-            module.parameters(),
-            "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding",
-        )
-    return Twin(module, rule, choose, stochastic=stochastic, seed=seed)
+    if device is not None or dtype is not None:
+        module.to(device=device, dtype=dtype)
+    if not rounding.get("stochastic"):
+        way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
+        warn_of_rounding(module.parameters(), way_out)
+    return Twin(module, rule, choose, **rounding)
 
 
 class Averaged(nn.Module):
@@ -67,9 +61,6 @@ class Averaged(nn.Module):
         self._follower.module = self.module
         return self._follower
 
-    def _own(self) -> dict[str, torch.Tensor]:
-        return {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
@@ -77,7 +68,7 @@ class Averaged(nn.Module):
         """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and
         {} elsewhere.
         """
-        own = {name: tensor.detach().cpu().clone() for name, tensor in self._own().items()}
+        own = {name: tensor.detach().cpu().clone() for name, tensor in self.named_buffers(recurse=False)}
         averages = {f"module.{name}": tensor for name, tensor in whole_averages(self.module).items()}
         return {**own, **averages} if averages else {}
 
@@ -87,14 +78,11 @@ class Averaged(nn.Module):
         if not isinstance(self.module, StandIn):
             refuse_unfit(self.state_dict(), state_dict, strict)
             return super().load_state_dict(state_dict, strict, assign)
-        own = self._own()
+        own = dict(self.named_buffers(recurse=False))
         counters = {name: value for name, value in state_dict.items() if name in own}
         self.module.core.team.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
-        load(
-            self.module,
-            {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own},
-            strict,
-        )
+        averages = {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own}
+        load(self.module, averages, strict)
         for name, buffer in own.items():
             buffer.copy_(counters.get(name, buffer))
         return _IncompatibleKeys([], [])

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from shardow import _core
 from shardow.base.checks import invalid
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
 from shardow.model import origins
 from shardow.model.owners import resharded
-from shardow.model.storage import MARKS, objects_behind
+from shardow.model.storage import MARKS
 
 _requires_grad = operator.attrgetter("requires_grad")
 _OTHERS = "the state is another model's, or its parameters were in another order when it was saved"
@@ -30,8 +29,8 @@ class Listed:
     does not swap what is weakly referenced, as FSDP2 wants.
     """
 
-    def __init__(self, rule: str, copy_frozen: bool = False, **options: Any) -> None:
-        self._rule, self._copy_frozen, self._options = rule, copy_frozen, options
+    def __init__(self, rule: str, copy_frozen: bool = False) -> None:
+        self._rule, self._copy_frozen = rule, copy_frozen
         self._pairs: Pairs | None = None
         self._warned = False
 
@@ -56,9 +55,7 @@ class Listed:
     def _unchanged(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> bool:
         return (
             self._pairs is not None
-            and len(shadows) == len(self._shadows)
-            and all(map(operator.is_, shadows, self._shadows))
-            and self._watch.memory_same()
+            and self._marks_of(shadows) == self._marks_of_shadows
             and self._marks_of(parameters) == self._marks
             and (not self._copy_frozen or list(map(_requires_grad, parameters)) == self._trained)
         )
@@ -73,15 +70,11 @@ class Listed:
         ]
         if not self._warned:
             self._warned = True
-            warn_of_rounding(
-                (pair.average for pair in pairs if not pair.copied), "Keep them in float32: to(dtype=torch.float32)"
-            )
-        bound = Pairs(pairs, self._rule, **self._options)
+            averages = [pair.average for pair in pairs if not pair.copied]
+            warn_of_rounding(averages, "Keep them in float32: to(dtype=torch.float32)")
+        bound = Pairs(pairs, self._rule)
         self._sharded = any(map(_is_sharded, parameters))
-        self._shadows, self._marks = list(shadows), self._marks_of(parameters)
-        sharded = [shadow for shadow in shadows if _is_sharded(shadow)]
-        whole = [shadow for shadow in shadows if not _is_sharded(shadow)]
-        self._watch = _core.Watch([], whole, sharded, MARKS, objects_behind)
+        self._marks_of_shadows, self._marks = self._marks_of(shadows), self._marks_of(parameters)
         self._pairs = bound
 
     def _marks_of(self, parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
@@ -91,7 +84,7 @@ class Listed:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
-        kept = {name: getattr(self, name) for name in ("_rule", "_copy_frozen", "_options", "_warned")}
+        kept = {name: getattr(self, name) for name in ("_rule", "_copy_frozen", "_warned")}
         return {**kept, "_pairs": None}
 
 
@@ -111,8 +104,13 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
     torch.autograd.graph.increment_version([target for target in targets if _is_sharded(target)])
 
 
-def loaded(values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises as check()."""
+def loaded(
+    what: str, values: Any, likes: Sequence[torch.Tensor], also: type[Exception] | None = None
+) -> list[torch.Tensor]:
+    """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises ValueError, also
+    ``also``, where ``values`` are no list of tensors, and as check()."""
+    if not isinstance(values, list) or not all(isinstance(value, torch.Tensor) for value in values):
+        raise invalid(f"{what} must be a list of tensors", also)
     fitting = [origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(
         values[len(likes) :]
     )

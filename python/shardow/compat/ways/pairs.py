@@ -18,7 +18,6 @@ from shardow.model import storage
 
 Tensors = list[torch.Tensor]
 _NOTHING = torch.empty(0, device="cpu")
-_HOST = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -44,15 +43,13 @@ class Pairs:
         self._warned = False
         engine: dict[torch.dtype, list[Pair]] = {}
         self._copies: list[Pair] = []
-        self._others: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Pair]] = {}
-        self._apart: list[Pair] = []  # on two devices
+        self._others: dict[object, list[Pair]] = {}  # torch takes each list at once
         self._averages: list[torch.Tensor] = []  # that the engine writes
         self._averaged: list[Pair] = []
         self._staged: list[Pair] = []
         self._in_torch: list[tuple[int, Pair]] = []  # (place among all, pair) of what torch reads
-        for at, pair in enumerate(
-            replace(pair, source=_memory(pair.source), average=_memory(pair.average)) for pair in pairs
-        ):
+        for at, entry in enumerate(pairs):
+            pair = replace(entry, source=_memory(entry.source), average=_memory(entry.average))
             if pair.copied or not (pair.average.is_floating_point() or pair.average.is_complex()):
                 self._copies.append(pair)
                 self._in_torch.append((at, pair))
@@ -69,11 +66,11 @@ class Pairs:
                 self._averages.append(pair.average)
                 continue
             self._in_torch.append((at, pair))
+            kind: object = (pair.average.device, pair.average.dtype, pair.source.dtype)
             if pair.source.device != pair.average.device:
-                self._apart.append(pair)
-            else:
-                self._others.setdefault((pair.average.device, pair.average.dtype, pair.source.dtype), []).append(pair)
-        self._engines = [(self._engine(dtype, some), Streams(*_sides(some))) for dtype, some in engine.items()]
+                kind = at  # one by one: together they would be another copy of the model
+            self._others.setdefault(kind, []).append(pair)
+        self._engines = [(self._engine(dtype, some), Streams(*_sides(some)[::-1])) for dtype, some in engine.items()]
 
     def let_go(self) -> None:
         """Keeps no source alive; take() brings them again before each update(), which is all that can be called
@@ -93,16 +90,14 @@ class Pairs:
         ``step``, more than at the last update, draws the noise; None: one more. Averages on the host are whole when it
         returns, since anybody may look at them.
         """
-        self._copy(self._staged)
+        copy_all(*_sides(self._staged))
         held = sum(engine.update_by([(decay, weight)], step) for engine in self._followed())
         for engine, _ in self._engines:
             engine.wait()
         torch.autograd.graph.increment_version(self._averages)
         for pairs in self._others.values():
-            in_torch(self._rule, [pair.average for pair in pairs], [pair.source for pair in pairs], decay, weight)
-        for pair in self._apart:  # one by one: together they would be another copy of the model
-            in_torch(self._rule, [pair.average], [pair.source.to(pair.average.device)], decay, weight)
-        self._copy(self._copies)
+            in_torch(self._rule, *_on_one_device(pairs), decay, weight)
+        copy_all(*_sides(self._copies))
         if held and not self._warned:
             self._warned = True
             warn(
@@ -115,19 +110,16 @@ class Pairs:
         average's device.
         """
         if self._averaged:
-            change(
-                [pair.average for pair in self._averaged],
-                [pair.source.to(pair.average.device) for pair in self._averaged],
-            )
-        self._copy(self._copies)
+            change(*_on_one_device(self._averaged))
+        copy_all(*_sides(self._copies))
 
     def copy(self) -> None:
         """The averages become what they follow."""
-        self._copy(self._staged)
+        copy_all(*_sides(self._staged))
         for engine in self._followed():
             engine.reset()
         torch.autograd.graph.increment_version(self._averages)
-        self._copy([*self._copies, *self._apart, *(pair for pairs in self._others.values() for pair in pairs)])
+        copy_all(*_sides([*self._copies, *(pair for pairs in self._others.values() for pair in pairs)]))
 
     def held(self) -> int:
         """Elements kept because what they follow was NaN or Inf, since construction."""
@@ -139,22 +131,14 @@ class Pairs:
             streams.follow(engine)
             yield engine
 
-    def _copy(self, pairs: Sequence[Pair]) -> None:
-        copy_all([pair.average for pair in pairs], [pair.source for pair in pairs])
-
     def _engine_takes(self, pair: Pair) -> bool:
         source, average = pair.source, pair.average
         here, there = storage.device_of(average), storage.device_of(source)
-        if (here.type, there.type) != ("cpu", "cpu") and not (
-            there.type == "cuda" and here in (there, _HOST) and _core.cuda_available()
-        ):
+        on_host = here.type == there.type == "cpu"
+        reached = on_host or (there.type == "cuda" and (here == there or here.type == "cpu") and _core.cuda_available())
+        if not reached or not {source.dtype, average.dtype} <= DTYPES.keys():
             return False
-        if (
-            source.dtype not in DTYPES
-            or average.dtype not in DTYPES
-            or flat(source) is None
-            or _strides(source) != _strides(average)
-        ):
+        if flat(source) is None or _strides(source) != _strides(average):
             return False
         if average.dtype.itemsize == 2:
             return self._stochastic
@@ -177,7 +161,11 @@ class Pairs:
 
 
 def _sides(pairs: Sequence[Pair]) -> tuple[Tensors, Tensors]:
-    return [pair.source for pair in pairs], [pair.average for pair in pairs]
+    return [pair.average for pair in pairs], [pair.source for pair in pairs]
+
+
+def _on_one_device(pairs: Sequence[Pair]) -> tuple[Tensors, Tensors]:
+    return [pair.average for pair in pairs], [pair.source.to(pair.average.device) for pair in pairs]
 
 
 def copy_all(targets: Tensors, values: Tensors) -> None:
@@ -228,9 +216,8 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 def _view(pair: Pair, tensor: torch.Tensor) -> _core.TensorView:
     memory = flat(tensor)
     assert memory is not None
-    return storage.engine_view(
-        pair.name, DTYPES[tensor.dtype], memory, pair.region or _core.Region.whole([memory.numel()])
-    )
+    region = pair.region or _core.Region.whole([memory.numel()])
+    return storage.engine_view(pair.name, DTYPES[tensor.dtype], memory, region)
 
 
 def in_torch(rule: str, averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:

@@ -75,16 +75,8 @@ class StandIn(nn.Module):
             (one.name, one.tensor.view(one.region.shape)) for one in self.core.view.buffers if one.name not in averages
         )
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        _, _, missing, unexpected, _ = args  # as torch passes them
         given = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
         names = self.core.averages()
         missing += [prefix + name for name in names if name not in given]
@@ -169,9 +161,8 @@ class _Sorted(Follower):
         buffers = {one.name for one in self._averages.view.buffers}
         found: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
         for one in self._averages.tracked:
-            found[self._choose(one.name, one.local.tensor, "buffer" if one.name in buffers else "parameter")].append(
-                one
-            )
+            kind: Kind = "buffer" if one.name in buffers else "parameter"
+            found[self._choose(one.name, one.local.tensor, kind)].append(one)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,10 +190,8 @@ class Behind(_Sorted):
         self._check(model)
         self._averages.ready_to_update()
         self._averages.wait()
-        change(
-            _memory(self._sorted["average"]),
-            [one.sources().to(one.averages[0].device) for one in self._sorted["average"]],
-        )
+        averaged = self._sorted["average"]
+        change(_memory(averaged), [one.sources().to(one.averages[0].device) for one in averaged])
         self._copy_rest()
 
     @torch.no_grad()
@@ -268,16 +257,3 @@ class Returning(_Sorted):
 def _memory(tracked: list[Tracked]) -> list[torch.Tensor]:
     """The averages' own."""
     return [one.averages[0] for one in tracked]
-
-
-def behind(module: nn.Module, model: nn.Module, choose: Choose) -> Follower | None:
-    """The follower where one of the two stands in for the other; None: neither is a stand-in."""
-    stand_in, other = (module, model) if isinstance(module, StandIn) else (model, module)
-    if not isinstance(stand_in, StandIn):
-        return None
-    if stand_in.core.view.model is not other:
-        raise invalid(
-            "these averages are of another model: a sharded model's are kept with it, and cannot be given to a second "
-            "one"
-        )
-    return Behind(stand_in, choose) if stand_in is module else Returning(stand_in, choose)

@@ -3,16 +3,16 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardow.compat.ways.follower import Fate, Kind, Paired
-from shardow.compat.ways.pairs import Pair, copy_all, warn_of_rounding
-from shardow.model.local import LocalTensor
+from shardow.compat.ways.follower import Change, Choose, Fate, Follower, Kind, Rule, everything_saved
+from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
+from shardow.compat.ways.teams import unchanged
 from shardow.model.match import Fit, compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
@@ -24,55 +24,61 @@ class _MissingError(RuntimeError, KeyError):
     """What torch and timm raise where a name is missing."""
 
 
-@dataclass(eq=False)
-class _Buffer:
-    """The same buffer's places in both modules, as they were when pairs were made."""
-
-    theirs: Slot
-    ours: Slot
-    fate: Fate
-
-    def __post_init__(self) -> None:
-        self._were = self._addresses()
-
-    def _addresses(self) -> list[int]:
-        return [slot.recorded.data_ptr() for slot in (self.theirs, self.ours)]
-
-    def unchanged(self) -> bool:
-        return (
-            all(slot.owner.get(slot.key) is slot.recorded for slot in (self.theirs, self.ours))
-            and self._addresses() == self._were
-        )
-
-
-class Twin(Paired):
+class Twin(Follower):
     """Keeps ``module``, of the model's structure and sharding, at the averages. Names are matched without what wrappers
     put into them. Replaced or moved tensors of either model, and another ``module``, are found at the next update, and
-    paired again.
+    paired again. ``rule``: as in Pairs, or a function that tells it; ``options``: as in Pairs. ``choose``: whether a
+    tensor is averaged, copied at each update, or left alone; integers are copied where others are averaged.
     """
 
+    _pairs: Pairs
     _model: nn.Module | None = None
+
+    def __init__(self, module: nn.Module, rule: Rule, choose: Choose = everything_saved, **options: Any) -> None:
+        self.module = module
+        self._rule, self._choose, self._options = rule, choose, options
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, or in a pickle: nothing is paired yet."""
+        return {"module": self.module, "_rule": self._rule, "_choose": self._choose, "_options": self._options}
+
+    def again(self, choose: Choose) -> Twin:
+        """The same, but for what is averaged."""
+        return type(self)(self.module, self._rule, choose, **self._options)
 
     def held(self) -> int:
         return self._pairs.held() if self._model is not None else 0
 
-    def _copy_rest(self) -> None:
+    def update(self, model: nn.Module, decay: float, weight: float) -> None:
+        self._do(model, lambda pairs: pairs.update(decay, weight))
+
+    def apply(self, model: nn.Module, change: Change) -> None:
+        self._do(model, lambda pairs: pairs.apply(change))
+
+    def copy(self, model: nn.Module) -> None:
+        self._do(model, Pairs.copy)
+
+    @torch.no_grad()
+    def _do(self, model: nn.Module, work: Callable[[Pairs], None]) -> None:
+        self.bind(model)
+        work(self._pairs)
         copy_all([ours for ours, _ in self._copied], [theirs for _, theirs in self._copied])
 
-    def _bind(self, model: nn.Module) -> None:
+    def bind(self, model: nn.Module) -> None:
+        """Pairs anew unless everything is where it was, as every update does first. Raises where the models differ."""
         if self._model is not None and self.module is not self._followed:
             self._model = None
-        if model is self._model and self._unchanged():
-            return
-        if self._model is not None:
-            self._ours.reshard()
-            self._theirs.reshard()
         if model is not self._model or not self._unchanged():
             self._pair(model)
 
     def _unchanged(self) -> bool:
         return (
-            self._ours.unchanged() and self._theirs.unchanged() and all(buffer.unchanged() for buffer in self._buffers)
+            unchanged(self._ours)
+            and unchanged(self._theirs)
+            and all(
+                slot.owner.get(slot.key) is slot.recorded and slot.recorded.data_ptr() == address
+                for slot, address in self._watched
+            )
         )
 
     def _pair(self, model: nn.Module) -> None:
@@ -81,14 +87,23 @@ class Twin(Paired):
         inner, theirs = _unwrapped(model, ours)
         ours.reshard()
         theirs.reshard()
-        weights = [(one.name, p, e, self._choose(one.name, p, "parameter")) for one, p, e in _matched(ours, theirs)]
-        self._buffers = list(self._found_buffers(inner))
-        weights += [(one.ours.name, one.theirs.recorded, one.ours.recorded, one.fate) for one in self._buffers]
+        known = {one.name: one for one in theirs.parameters}
+        regions = {name: one.region for name, one in known.items()}
+        _refuse(compare({one.name: one.region for one in ours.parameters}, regions))
+        pairs = [(one.name, known[one.name].tensor, one.tensor) for one in ours.parameters]
+        weights = [(name, p, e, self._choose(name, p, "parameter")) for name, p, e in pairs]
+        self._watched: list[tuple[Slot, int]] = []  # places of buffers in both modules, and addresses
+        weights += self._found_buffers(inner)
         self._copied = [(e, p) for _, p, e, fate in weights if fate == "copy"]
-        self._pairs = self._paired([Pair(name, p, e) for name, p, e, fate in weights if fate == "average"])
+        averaged = [Pair(name, p, e) for name, p, e, fate in weights if fate == "average"]
+        dtypes = [(pair.source.dtype, pair.average.dtype) for pair in averaged if pair.average.is_floating_point()]
+        self._pairs = Pairs(
+            averaged, self._rule if isinstance(self._rule, str) else self._rule(dtypes), **self._options
+        )
         self._ours, self._theirs, self._model, self._followed = ours, theirs, model, self.module
 
-    def _found_buffers(self, model: nn.Module) -> Iterator[_Buffer]:
+    def _found_buffers(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, Fate]]:
+        """(name, the model's, the twin's, its fate)."""
         theirs = {slot.name: slot for slot in slots(model, "buffer", "table")}
         seen: set[int] = set()
         for slot in slots(self.module, "buffer", "table"):
@@ -102,36 +117,20 @@ class Twin(Paired):
             given = {} if there is None else {slot.name: tuple(there.recorded.shape)}
             _refuse(compare({slot.name: tuple(buffer.shape)}, given))
             assert there is not None  # what is missing was refused
+            self._watched += [(place, place.recorded.data_ptr()) for place in (there, slot)]
             floating = buffer.is_floating_point() or buffer.is_complex()
-            yield _Buffer(there, slot, fate if floating else "copy")
+            yield slot.name, there.recorded, buffer, fate if floating else "copy"
 
 
 def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:
     """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for
     it.
     """
-    known = {one.name for one in ours.parameters}
-    inner: Any = model
-    theirs = find(inner, strided=True)
-    while (
-        known
-        and known.isdisjoint(one.name for one in theirs.parameters)
-        and isinstance(getattr(inner, "module", None), nn.Module)
-    ):
-        inner = inner.module
-        theirs = find(inner, strided=True)
-    return inner, theirs
-
-
-def _matched(ours: ModelView, theirs: ModelView) -> Iterator[tuple[LocalTensor, torch.Tensor, torch.Tensor]]:
-    """(the model's parameter, its memory, the twin's)."""
-    known = {one.name: one for one in theirs.parameters}
-    found = compare(
-        {one.name: one.region for one in ours.parameters}, {name: one.region for name, one in known.items()}
-    )
-    _refuse(found)
-    for one in ours.parameters:
-        yield known[one.name], known[one.name].tensor, one.tensor
+    theirs, inner = find(model, strided=True), getattr(model, "module", None)
+    names = {one.name for one in ours.parameters}
+    if not names or not names.isdisjoint(one.name for one in theirs.parameters) or not isinstance(inner, nn.Module):
+        return model, theirs
+    return _unwrapped(inner, ours)
 
 
 def _refuse(found: Fit[Any]) -> None:
@@ -149,7 +148,7 @@ class TrainedTwin(Twin):
     _warned = False
 
     def __init__(self, module: nn.Module, keeps: bool) -> None:
-        super().__init__(module, "mul_add", self._fate)
+        super().__init__(module, "mul_add")
         self._keeps = keeps
         self.names: dict[str, None] = {}  # of what is averaged, in the model's order
 
@@ -159,10 +158,6 @@ class TrainedTwin(Twin):
     def begin(self, model: nn.Module) -> None:
         """Everything that both models save becomes the model's: frozen weights and buffers too."""
         Twin(self.module, "mul_add", lambda name, tensor, kind: "leave" if kind == "temporary" else "copy").copy(model)
-
-    def pair(self, model: nn.Module) -> None:
-        """What the next update would do first: raises where the models differ."""
-        self._bind(model)
 
     def _unchanged(self) -> bool:
         return [parameter.requires_grad for parameter in self._parameters] == self._flags and super()._unchanged()
@@ -176,17 +171,15 @@ class TrainedTwin(Twin):
         trained = {
             one.name: None for one in view.parameters if one.requires_grad or (self._keeps and one.name in self.names)
         }
-        before, self.names = self.names, trained
-        try:
-            super()._pair(model)
-        except BaseException:
-            self.names = before
-            raise
+        self._choose = functools.partial(_fate, trained)
+        super()._pair(model)
+        self.names = trained
         averages = (one.tensor for one in self._ours.parameters if one.name in self.names)
         way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
         self._warned = self._warned or warn_of_rounding(averages, way_out)
 
-    def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
-        if kind == "parameter":
-            return "average" if name in self.names else "leave"
-        return "copy" if kind == "buffer" else "leave"
+
+def _fate(trained: Collection[str], name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+    if kind == "parameter":
+        return "average" if name in trained else "leave"
+    return "copy" if kind == "buffer" else "leave"

@@ -118,10 +118,13 @@ def _of_ranks(changes: Sequence[str]) -> None:
 
 
 def test_memory_of_fsdp2_shards_that_moves_is_followed_or_refused() -> None:
-    """share_memory() of DTensors ends the interpreter, in torch itself."""
+    """share_memory() of DTensors ends the interpreter, in torch itself; and torch makes no vector of shards of unequal
+    size.
+    """
     some = ("double(), float()", "load_state_dict(assign=True)", "to(bfloat16)")
     if os.environ.get("SHARDOW_ALL"):
-        ranks.run(2, _of_ranks, tuple(change for change in CHANGES if change != "share_memory()"), timeout=600.0)
+        left_out = ("share_memory()", "vector_to_parameters()")
+        ranks.run(2, _of_ranks, tuple(change for change in CHANGES if change not in left_out), timeout=600.0)
     else:
         ranks.run(1, _of_ranks, some)
 

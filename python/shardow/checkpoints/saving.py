@@ -13,7 +13,7 @@ import json
 import secrets
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,8 +192,11 @@ def _joined(step: int, mine: _Mine, averages: list[str], team: Team) -> tuple[Pa
     length = max(struct.unpack("<q", one[64:])[0] for one in everybody)
     trees = mine.trees
     if len({one[32:64] for one in everybody}) > 1:
-        found = team.mail(WHAT, {0: json.dumps(mine.trees).encode()}, range(team.size) if team.rank == 0 else ())
-        trees = team.agree(WHAT, lambda: _join([json.loads(one) for one in found]), begun=True)
+
+        def joined(everybody: list[bytes]) -> list[bytes]:
+            return [json.dumps(_join(map(json.loads, everybody))).encode(), *[b""] * (team.size - 1)]
+
+        trees = json.loads(team.decide_each(WHAT, json.dumps(mine.trees).encode(), joined) or b"{}")
     row = torch.frombuffer(bytearray(mine.random.ljust(length)), dtype=torch.uint8)
     region = _core.Region.grid([team.size, length], [[(team.rank, team.rank + 1)], [(0, length)]])
     return Part(_RANDOM, row, region), trees
@@ -221,7 +224,7 @@ def _digest(values: Any) -> bytes:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
 
 
-def _join(everybody: list[Tree]) -> Tree:
+def _join(everybody: Iterable[Tree]) -> Tree:
     """Of each optimizer all ranks' groups and states. Raises where they differ in what they both have."""
     joined: Tree = {}
     for rank, trees in enumerate(everybody):

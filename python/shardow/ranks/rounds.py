@@ -77,14 +77,10 @@ def raise_for(said: bytes) -> None:
 
 @dataclass(frozen=True)
 class Words:
-    """What a rank brings: ``call`` must be everybody's. ``letters``: for single ranks; ``sources``: who has one for
-    this rank.
-    """
+    """What a rank brings: ``call`` must be everybody's."""
 
     call: str
     mine: bytes
-    letters: dict[int, bytes] = field(default_factory=dict)
-    sources: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
         call = self.call.encode(errors="replace")
@@ -103,7 +99,6 @@ class Answer:
     common: bytes = b""
     own: bytes = b""
     everybody: list[bytes] | None = None  # where they differ
-    letters: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -137,8 +132,6 @@ class Rounds:
     def come(self, store: Connection, turn: Turn, seconds: float, timeout: float, weighs: bool) -> None:
         """(1) to (4): ends with turn.said, or where the call ``weighs`` everybody's words, with those. ``timeout``:
         what was asked for, for messages."""
-        for to, letter in turn.words.letters.items():
-            put(store, f"{turn.number}/{self._rank}/to/{to}", letter, turn.written)
         if turn.before is None:
             turn.before = self.verdict_of(store, turn.number - 1)
             # Decides for the others: this rank goes on from its beginning, and they do not.
@@ -312,9 +305,7 @@ class Rounds:
         return list(dict.fromkeys([*turn.old, *turn.written, *mine, *lane, *(of_all if self._rank == 0 else ())]))
 
     def _answer(self, store: Connection, turn: Turn, body: bytes) -> Answer:
-        answer = Answer(
-            letters=get(store, [f"{turn.number}/{source}/to/{self._rank}" for source in turn.words.sources])
-        )
+        answer = Answer()
         if body.startswith(b"#"):
             answer.own, body = get(store, [f"{turn.number}/for/{self._rank}"])[0], body[1:]
         if body.startswith(EACH_HIS):

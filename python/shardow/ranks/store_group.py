@@ -23,7 +23,7 @@ import functools
 import operator
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -108,11 +108,6 @@ class StoreGroup(_core.Group):
         all ranks."""
         answer = self._meet(Words("", mine), seconds, weigh)
         return answer.common, answer.own
-
-    def mail(self, letters: Mapping[int, bytes], sources: Sequence[int], seconds: float) -> list[bytes]:
-        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank. A round as
-        all_gather()'s, with its errors; who reads what is known to all beforehand."""
-        return self._meet(Words("", b"", dict(letters), tuple(sources)), seconds, None).letters
 
     def _meet(self, words: Words, seconds: float, weigh: Weigh | None) -> Answer:
         call, seconds = self._call, max(seconds, 0.001)

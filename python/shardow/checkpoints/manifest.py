@@ -23,6 +23,7 @@ NAME = "checkpoint.json"
 FORMAT, VERSION = "shardow.checkpoint", 1
 SAVE, STEP = "shardow.save", "shardow.step"  # in the metadata of every file
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
+_PARTS = ("model", "averages", "optimizer", "scheduler")
 _DIRECTORY = re.compile(r"step-(\d{9,})")
 _CRC = "crc32"
 # A save into a directory that was there adds what its files are called now, which the engine looks up.
@@ -55,16 +56,6 @@ class Manifest:
     def metadata(self) -> dict[str, str]:
         return {SAVE: self.save, STEP: str(self.step)}
 
-    @property
-    def parts(self) -> set[str]:
-        there = {
-            "model": self.model,
-            "averages": self.averages,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-        }
-        return {name for name, one in there.items() if one}
-
     def check(self, opened: Mapping[str, _core.Checkpoint], where: str) -> None:
         """Raises CorruptError where a file is of another save."""
         for name, file in opened.items():
@@ -74,6 +65,11 @@ class Manifest:
                     "corrupt",
                     f"{where}/{name} is of another save (of step {step}) than its {NAME}; restore another step",
                 )
+
+
+def parts_of(owner: object) -> set[str]:
+    """The parts that a manifest has, or that a call was given."""
+    return {name for name in _PARTS if getattr(owner, name)}
 
 
 def directory_of(step: int) -> str:

@@ -186,7 +186,7 @@ class Restoring:
         if self._averages is not None:
             self._averages.take()
         self._read()
-        self._team.agree(WHAT, lambda: [one.check() for one in self._optimizers])
+        self._team.agree(WHAT, lambda: [*map(Resumed.check, self._optimizers)])
         self._team.agree(WHAT, self._put)
         if self._given.averages is not None and self._averages is None:
             self._given.averages.reset()

@@ -19,7 +19,6 @@ from shardow.files.background import SaveHandle
 from shardow.files.engine import FileParts
 from shardow.files.paths import StrPath
 from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal, common_of
-from shardow.model.extra_state import for_file
 from shardow.model.parts import Held, Saveable, group_of, held_by, values_for_file
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer
@@ -121,8 +120,8 @@ def full_state_dict(
 
 
 def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FileParts:
-    parts, texts = for_file(held.extra) if team.rank == 0 else ([], {})
-    return FileParts("", [*held.parts, *parts], {**texts, **values_for_file(held.values), **engine.texts(metadata)})
+    texts = {**values_for_file(held.values), **engine.texts(metadata)}
+    return engine.with_extra("", held.parts, held.extra if team.rank == 0 else {}, texts)
 
 
 def prepared(

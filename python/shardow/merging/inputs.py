@@ -76,5 +76,5 @@ class Merged:
         """As engine.read_chosen(), of what the merge would hold. Collective."""
         opened = self.open("load()", team)
         parts, strict = team.agree("load()", lambda: choose(opened.newest))
-        report = engine.read_merged(parts, opened.inputs, team, strict=strict, **options)
+        report = engine.read_into(parts, opened.inputs, team, strict=strict, **options)
         return {**report, "metadata": {**opened.newest.metadata, **report["metadata"]}}

@@ -33,9 +33,6 @@ _ON: dict[str, Any] = {"bf16": True, "activation_checkpointing": True, "attentio
 SHARDINGS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp")
 
 
-KEYS = ("weights", "gradients", "optimizer", "averages", "activations")
-
-
 class Usage(dict[str, Any]):
     """Bytes on one rank; printed as a table in MiB.
 
@@ -48,16 +45,15 @@ class Usage(dict[str, Any]):
     """
 
     def __str__(self) -> str:
-        rows = [(key, self[key]) for key in (*KEYS, "total", "device_peak") if key in self]
+        rows = [(key, amount) for key, amount in self.items() if key != "saves"]
         rows += [(f"saved by {name}", amount) for name, amount in self.get("saves", {}).items() if amount is not None]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {_mebibytes(amount)}" for name, amount in rows)
 
 
 def usage(**amounts: int | None) -> Usage:
-    """Of the five keys, with their total."""
-    found = {key: amounts[key] for key in KEYS}
-    return Usage(found, total=sum(amount for amount in found.values() if amount is not None))
+    """Of the five keys in their order, with their total."""
+    return Usage(amounts, total=sum(amount for amount in amounts.values() if amount is not None))
 
 
 def _mebibytes(amount: int | None) -> str:

@@ -229,11 +229,8 @@ def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked
         )
     region, begin = divide(local, replicas)
     master = None if given is None else _source(local, given, local.region.size, "of this rank's part")
-    if master is None and local.tensor.dtype not in DTYPES:
-        raise invalid(
-            f"'{local.name}' is {local.tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out "
-            "with params="
-        )
+    if master is None:
+        _refuse_dtype(local.name, local.tensor.dtype)
     return Tracked(local, region, begin, master)
 
 
@@ -254,12 +251,14 @@ def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torc
             f"source= of '{local.name}' has {tensor.numel()} elements on {tensor.device}; "
             f"it must be contiguous, with the {size} {of}, on {local.tensor.device}"
         )
-    if tensor.dtype not in DTYPES:
-        raise invalid(
-            f"'{local.name}' is {tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with "
-            "params="
-        )
+    _refuse_dtype(local.name, tensor.dtype)
     return tensor.view(-1)
+
+
+def _refuse_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        only = f"only {', '.join(map(str, DTYPES))} are averaged"
+        raise invalid(f"'{name}' is {dtype}; {only}. Leave it out with params=")
 
 
 def _allocate(tracked: Sequence[Tracked], device: torch.device, options: Options) -> None:
@@ -283,13 +282,10 @@ class Unfrozen:
 
     def look(self, everywhere: bool = False) -> None:
         """``everywhere``: at all of them, else at the next few."""
-        if not self._frozen:
+        looked_at = self._frozen if everywhere else itertools.islice(self._next, _AT_ONCE)
+        if not self._frozen or not any(p.requires_grad for _, p in looked_at):
             return
-        if any(p.requires_grad for _, p in (self._frozen if everywhere else itertools.islice(self._next, _AT_ONCE))):
-            self._say([name for name, p in self._frozen if p.requires_grad])
-
-    def _say(self, names: list[str]) -> None:
-        self._frozen = []
+        names, self._frozen = [name for name, p in self._frozen if p.requires_grad], []
         warn(
             f"{first_of(names)}: frozen when this EMA was made, trained now, and not averaged: exports and "
             "swapped() have the weights as they are. To average them, make a new EMA and load the old one's state into "

@@ -53,9 +53,6 @@ class Manifest:
         told = json.dumps({"format": FORMAT, "version": VERSION, **vars(self)}, allow_nan=False)
         return f'{told[:-1]}, "{_CRC}": "{zlib.crc32(told.encode()):08x}"}}'
 
-    def metadata(self) -> dict[str, str]:
-        return {SAVE: self.save, STEP: str(self.step)}
-
     def check(self, opened: Mapping[str, _core.Checkpoint], where: str) -> None:
         """Raises CorruptError where a file is of another save."""
         for name, file in opened.items():

@@ -124,9 +124,8 @@ class Restoring:
             assert held.view is not None
             file = self._files[manifest.OPTIMIZER]
             for name, one in self._given.optimizer.items():
-                self._optimizers.append(
-                    Resumed(one, held.view, self._one.optimizer[name], file, prefix("optimizer", name))
-                )
+                tree = self._one.optimizer[name]
+                self._optimizers.append(Resumed(one, held.view, tree, file, prefix("optimizer", name)))
             self._reads.append(([part for one in self._optimizers for part in one.wanted.parts], file, True))
         self._scheduler = {}
         if "scheduler" in self._parts:

@@ -59,7 +59,7 @@ def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
     if value is None or kind in (bool, int):
         return value
     if kind is str:
-        return _text(value, where)
+        return utf8(value, where)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if kind is list:
@@ -73,18 +73,19 @@ def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
     if kind in (dict, OrderedDict, defaultdict):
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {
-                _text(key, f"a key of {where}"): encode(one, f"{where}.{key}", put, depth + 1)
+                utf8(key, f"a key of {where}"): encode(one, f"{where}.{key}", put, depth + 1)
                 for key, one in value.items()
             }
         return {"$dict": pairs(value)}
     return put(where, value)
 
 
-def _text(value: str, where: str) -> str:
+def utf8(value: str, where: str, what: str = "files") -> str:
+    """The text itself. Raises ValueError where ``what`` can't hold it."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise invalid(f"{where} has {value[error.start]!r} in it, which is no character: files are UTF-8") from None
+        raise invalid(f"{where} has {value[error.start]!r} in it, which is no character: {what} are UTF-8") from None
     return value
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
+from shardow.base import plain
 from shardow.base.checks import instance, invalid, unsupported, whole
 from shardow.base.progress import shown
 from shardow.files import paths
@@ -139,15 +140,8 @@ def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
                 f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); headers hold texts alone: str(), "
                 "json.dumps()"
             )
-        _check_text(f"metadata {key!r}", key + text)
+        plain.utf8(key + text, f"metadata {key!r}", "headers")
     return dict(metadata)
-
-
-def _check_text(what: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise invalid(f"{what} has {text[error.start]!r} in it, which is no character: headers are UTF-8") from None
 
 
 def read_into(
@@ -223,7 +217,7 @@ def _for_engine(parts: Iterable[Part]) -> list[Part]:
 def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
     views = []
     for part in parts:
-        _check_text(f"the name {part.name!r}", part.name)
+        plain.utf8(part.name, f"the name {part.name!r}", "headers")
         dtype = dtypes.name_of(part.name, part.flat.dtype)
         region = _unpacked(part, dtypes.PACKED[dtype]) if dtype in dtypes.PACKED else part.region
         views.append(engine_view(part.name, dtype, part.flat, region))

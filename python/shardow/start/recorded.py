@@ -154,10 +154,8 @@ class Recorder(TorchFunctionMode):
         """``given`` has become ``now``, on meta, in the module."""
         known = self._by_storage.get(storage_key(now))
         record = known[1] if known is not None else Record(id(now), now.numel())
-        if known is None and storage_key(now) in self._computed:
-            record.made = [
-                Call(torch.Tensor.copy_, problem=f"{self._computed[storage_key(now)][1]} of a tensor on meta")
-            ]
+        if known is None and (computed := self._computed.get(storage_key(now))):
+            record.made = [Call(torch.Tensor.copy_, problem=f"{computed[1]} of a tensor on meta")]
         elif known is None and not given.is_meta and not without_values(given):
             record.made = [_kept(given)]
         module.__dict__.setdefault(_KEY, {})[key] = record

@@ -26,10 +26,8 @@ def make(averages: Averages) -> dict[str, Any]:
     """See EMA.state_dict()."""
     averages.swap.refuse("state_dict()")
     state = lineage.with_record(averages.engine.state(), averages.lineage, averages.engine, averages.keys)
-    by_key = {
-        key: {one.name: _state.as_tensor(one, k) for one in averages.tracked} for k, key in enumerate(averages.keys)
-    }
-    return {"averages": by_key if len(by_key) > 1 else by_key[averages.keys[0]], "state": state}
+    each = [{one.name: _state.as_tensor(one, k) for one in averages.tracked} for k in range(len(averages.keys))]
+    return {"averages": each[0] if len(each) == 1 else dict(zip(averages.keys, each, strict=True)), "state": state}
 
 
 @torch.no_grad()

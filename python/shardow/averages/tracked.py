@@ -185,7 +185,9 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
         there = (
             tracked if len(devices) == 1 else [one for one, home in zip(tracked, homes, strict=True) if home == device]
         )
-        _allocate(there, device, options)
+        arena = Arena([one.region for one in there], options.dtype, len(options.schedules), device)
+        for number, one in enumerate(there):
+            one.arena, one.place = arena, number
     return tracked
 
 
@@ -259,13 +261,6 @@ def _refuse_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         only = f"only {', '.join(map(str, DTYPES))} are averaged"
         raise invalid(f"'{name}' is {dtype}; {only}. Leave it out with params=")
-
-
-def _allocate(tracked: Sequence[Tracked], device: torch.device, options: Options) -> None:
-    """Memory for all averages on a device."""
-    arena = Arena([one.region for one in tracked], options.dtype, len(options.schedules), device)
-    for number, one in enumerate(tracked):
-        one.arena, one.place = arena, number
 
 
 _AT_ONCE = 8  # looked at in an update, whose time must not grow with what is frozen

@@ -313,18 +313,16 @@ class StoreGroup(_core.Group):
             )[0]
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:
-        self._check_peer(to)
-        self._move(lambda: dist.isend(_tensor(data), group_dst=to, group=self._process_group(), tag=self._tag), seconds)
+        self._pass(dist.isend, data, seconds, group_dst=to)
 
     def recv(self, data: memoryview, source: int, seconds: float) -> None:
-        self._check_peer(source)
-        self._move(
-            lambda: dist.irecv(_tensor(data), group_src=source, group=self._process_group(), tag=self._tag), seconds
-        )
+        self._pass(dist.irecv, data, seconds, group_src=source)
 
-    def _check_peer(self, peer: int) -> None:
-        if peer == self.rank or not 0 <= peer < self.size:
-            raise invalid(f"rank {self.rank} of {self.size} has no block for rank {peer}, and gets none from it")
+    def _pass(self, how: Callable[..., dist.Work | None], data: memoryview, seconds: float, **peer: int) -> None:
+        (rank,) = peer.values()
+        if rank == self.rank or not 0 <= rank < self.size:
+            raise invalid(f"rank {self.rank} of {self.size} has no block for rank {rank}, and gets none from it")
+        self._move(lambda: how(_tensor(data), group=self._process_group(), tag=self._tag, **peer), seconds)
 
     def next_tag(self) -> int:
         """For messages of one call among all that this group makes; the same on every rank."""

@@ -73,19 +73,13 @@ class Team:
 
     def same_updates(self, what: str, updates: int) -> None:
         """Raises where averages of different ages would come together. Collective."""
-
-        def compare(everybody: list[bytes]) -> bytes:
-            counts = [int(one) for one in everybody]
-            if len(set(counts)) == 1:
-                return b""
+        counts = [int(count) for count in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates]
+        if min(counts) != max(counts):
             raise invalid(
                 f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others "
                 f"{max(counts)}; call update() on every rank after each step (not under `if rank == 0`), or load the "
                 "last state on all of them"
             )
-
-        if self.size > 1:
-            self.decide(what, b"%d" % updates, compare)
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the

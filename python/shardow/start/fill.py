@@ -23,7 +23,7 @@ from shardow.model.parts import Held, values_in_file
 from shardow.model.saved_form import saved_form
 from shardow.ranks.gather import Part, take
 from shardow.ranks.store_group import store_group
-from shardow.ranks.stream import Client, Fill, Server, Want, behind, narrower
+from shardow.ranks.stream import Client, Fill, Server, Want, behind
 from shardow.ranks.team import Team
 
 State = Mapping[str, torch.Tensor]
@@ -132,8 +132,9 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     def compared() -> tuple[dict[str, Any], list[Fill]]:
         keys, report = _compared(job, forms, extra, given)
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
-        wants = [Want(key, part.region.encode(), narrower(forms[key].dtype, part.flat.dtype)) for part, key in found]
-        return report, [Fill(part, want) for (part, _), want in zip(found, wants, strict=True)]
+        narrower = [min(part.flat.dtype, forms[key].dtype, key=lambda dtype: dtype.itemsize) for part, key in found]
+        each = zip(found, narrower, strict=True)
+        return report, [Fill(part, Want(key, part.region.encode(), dtype)) for (part, key), dtype in each]
 
     report, fills = team.agree(job.what, compared)
     device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))

@@ -37,7 +37,7 @@ Metadata = Mapping[str, str] | None
 
 def files_to_save(
     averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata,
-    dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype | str | None = None, named: bool = False,
 ) -> tuple[list[engine.FileParts], dict[str, Any]]:  # fmt: skip
     """Returns the files and the engine's options, after all ranks have agreed. Collective."""
 
@@ -50,7 +50,7 @@ def files_to_save(
         return engine.dtype_and_limit(dtype, max_shard_size)
 
     options = averages.team.agree(what, check)
-    return _files(averages, averages.ready_to_hand_out(what), engine.texts(metadata)), options
+    return _files(averages, averages.ready_to_hand_out(what), engine.texts(metadata), named), options
 
 
 def snapshot(
@@ -75,9 +75,7 @@ def snapshot(
     if now.step == 0 or now.step // every <= mine.last // every:  # none is due
         return None
     averages.team.agree(lineage.WHAT, lambda: mine.check(now.step) if averages.team.rank == 0 else None)
-    files, options = files_to_save(averages, lineage.WHAT, None, None, dtype)
-    for key, file in zip(averages.keys, files, strict=True):
-        file.name = _core.ema_file_name(key)
+    files, options = files_to_save(averages, lineage.WHAT, None, None, dtype, named=True)
     write = engine.write_in_background if asynchronous else engine.write
     averages.team.agree(lineage.WHAT, lambda: _refuse_infinite(files, chosen))
     told = write(files, where / directory_of(now.step), averages.team, progress=progress, **options)
@@ -178,15 +176,16 @@ def steps_in(directory: Path) -> list[int]:
     return [int(one[1]) for one in found if one and one[0] == directory_of(int(one[1]))]
 
 
-def _files(averages: Averages, state: str, metadata: Mapping[str, str]) -> list[engine.FileParts]:
-    """Returns one file for each average, with the engine's name."""
+def _files(averages: Averages, state: str, metadata: Mapping[str, str], named: bool = False) -> list[engine.FileParts]:
+    """Returns one file for each average, which the engine names, or is ``named`` by its key in any case."""
     record = {}
     if averages.lineage is not None:
         record = {_core.RECORD_KEY: averages.lineage.to_save(averages.engine, averages.keys)}
-    return [
-        engine.FileParts(name, averages.parts(k, saving=True), {**metadata, **record, **texts})
-        for k, (name, texts) in enumerate(_core.ema_files(averages.engine, state))
-    ]
+    files = []
+    for k, (name, texts) in enumerate(_core.ema_files(averages.engine, state)):
+        called = _core.ema_file_name(averages.keys[k]) if named else name
+        files.append(engine.FileParts(called, averages.parts(k, saving=True), {**metadata, **record, **texts}))
+    return files
 
 
 @torch.no_grad()
@@ -280,7 +279,7 @@ def to_save_beside(
     saves that. Collective, over the averages' ranks too."""
     compared = averages.team.group is everybody.group
     state = averages.agreed_state(what, {}) if compared else averages.ready_to_hand_out(what)
-    files = _files(averages, state, metadata)
+    files = _files(averages, state, metadata, named=True)
     if averages.team.size < everybody.size:  # each rank of its own: they must have the same
         rows = averages.tracked_weights()
         check_equal(
@@ -288,8 +287,6 @@ def to_save_beside(
             DIFFERENT_WEIGHTS,
         )  # fmt: skip
         _state.agreed(what, averages.engine.state(), everybody, {})
-    for key, file in zip(averages.keys, files, strict=True):
-        file.name = _core.ema_file_name(key)
     return dict(zip(averages.keys, files, strict=True))
 
 

@@ -158,17 +158,14 @@ def _is_understood(one: Manifest) -> bool:
     trees = one.optimizer.values()
     return (
         all(isinstance(number, int) for number in (one.step, one.world_size))
-        and all(map(_is_plain, one.files))
+        and texts(one.files)
+        and all(os.path.basename(name) == name and name.endswith(".safetensors") for name in one.files)
         and {*named} <= {*one.files}
         and len({*one.files}) == len(one.files)
         and all(texts(group["params"]) for tree in trees for group in tree["groups"])
         and all(isinstance(state, dict) for tree in trees for state in tree["state"].values())
         and all(isinstance(tree, dict) for tree in (one.scheduler, one.state, *one.kinds.values()))
     )
-
-
-def _is_plain(name: object) -> bool:
-    return isinstance(name, str) and os.path.basename(name) == name and name.endswith(".safetensors")
 
 
 def read(directory: Path) -> Manifest | None:

@@ -127,13 +127,10 @@ class Restoring:
                 tree = self._one.optimizer[name]
                 self._optimizers.append(Resumed(one, held.view, tree, file, prefix("optimizer", name)))
             self._reads.append(([part for one in self._optimizers for part in one.wanted.parts], file, True))
-        self._scheduler = {}
         if "scheduler" in self._parts:
             _same_names("scheduler", self._given.scheduler, self._one.scheduler, where)
-            self._scheduler = {
-                name: plain.decode(tree, small.whole, f"{where}: a scheduler")
-                for name, tree in self._one.scheduler.items()
-            }
+        trees = self._one.scheduler if "scheduler" in self._parts else {}
+        self._scheduler = {name: plain.decode(trees[name], small.whole, f"{where}: a scheduler") for name in trees}
         self._random = self._row()
         self._reads.append((small.parts, self._files[manifest.STATE], False))
 

@@ -114,8 +114,7 @@ def full_state_dict(
     held, team = prepared("full_state_dict()", model, group, timeout, saving=False)
     weights = held.view.parameters if held.view is not None else []
     check_equal("full_state_dict()", lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
-    aliases = {name: [one for one in names if one != name] for name, names in held.names.items()}
-    found = Gatherer("full_state_dict()", held.parts, team).whole(aliases)
+    found = Gatherer("full_state_dict()", held.parts, team).whole(held.names)
     return {**found, **copy.deepcopy(held.extra)} if team.rank == 0 else found
 
 

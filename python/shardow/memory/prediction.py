@@ -30,9 +30,6 @@ _OFF: dict[str, Any] = {"bf16": False, "activation_checkpointing": False, "atten
 _ON: dict[str, Any] = {"bf16": True, "activation_checkpointing": True, "attention_weights": False}
 
 
-SHARDINGS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp")
-
-
 class Usage(dict[str, Any]):
     """Bytes on one rank; printed as a table in MiB.
 
@@ -87,7 +84,7 @@ class Layout:
 
 
 def layout_of(sharding: str, ranks: Any, shards: Any) -> Layout:
-    one_of("sharding", sharding, SHARDINGS)
+    one_of("sharding", sharding, ("plain", "ddp", "fsdp1", "fsdp2", "hsdp"))
     ranks = whole("ranks", ranks, 1)
     if sharding != "hsdp":
         if shards is not None:

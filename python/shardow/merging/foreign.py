@@ -56,9 +56,7 @@ def parts_of(path: Path, key: str | None) -> _core.InParts:
     if odd := [name for name in forms if not isinstance(name, str) or "\0" in name]:
         raise invalid(f"{path}: {odd[0]!r} is no name of a tensor; say where the weights are: key=")
     named = {name: (dtypes.name_of(name, dtype), list(size)) for name, (dtype, size) in forms.items()}
-    latest = torch.empty(
-        0, device="cpu"
-    )  # asked for last: the engine copies from it until it asks again
+    latest = torch.empty(0, device="cpu")  # asked for last: the engine copies from it until it asks again
 
     def memory(name: str, element: int) -> tuple[int, int, int]:
         """(address, first element, the one after the last)."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardow import errors
-from shardow.base.checks import invalid
+from shardow.base.checks import invalid, utf8
 
 _DEEPEST = 100
 _MOST_BITS = 14_000  # of a whole number: Python itself reads 4300 digits
@@ -78,15 +78,6 @@ def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
             }
         return {"$dict": pairs(value)}
     return put(where, value)
-
-
-def utf8(value: str, where: str, what: str = "files") -> str:
-    """The text itself. Raises ValueError where ``what`` can't hold it."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise invalid(f"{where} has {value[error.start]!r} in it, which is no character: {what} are UTF-8") from None
-    return value
 
 
 def decode(value: Any, get: Get | None = None, where: str = "this") -> Any:

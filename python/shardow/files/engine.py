@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.base import plain
-from shardow.base.checks import instance, invalid, unsupported, whole
+from shardow.base.checks import instance, invalid, unsupported, utf8, whole
 from shardow.base.progress import shown
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
@@ -140,7 +139,7 @@ def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
                 f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); headers hold texts alone: str(), "
                 "json.dumps()"
             )
-        plain.utf8(key + text, f"metadata {key!r}", "headers")
+        utf8(key + text, f"metadata {key!r}", "headers")
     return dict(metadata)
 
 
@@ -217,7 +216,7 @@ def _for_engine(parts: Iterable[Part]) -> list[Part]:
 def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
     views = []
     for part in parts:
-        plain.utf8(part.name, f"the name {part.name!r}", "headers")
+        utf8(part.name, f"the name {part.name!r}", "headers")
         dtype = dtypes.name_of(part.name, part.flat.dtype)
         region = _unpacked(part, dtypes.PACKED[dtype]) if dtype in dtypes.PACKED else part.region
         views.append(engine_view(part.name, dtype, part.flat, region))

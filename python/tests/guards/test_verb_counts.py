@@ -27,7 +27,7 @@ RECORDED = {
     "materialize(), fsdp2": Counts(7, 72, 36),
     "merge(), fsdp2": Counts(24, 231, 17),
     "Checkpoints.save().wait(), fsdp2": Counts(20, 204, 43),
-    "Checkpoints.restore(), fsdp2": Counts(31, 315, 43),
+    "Checkpoints.restore(), fsdp2": Counts(29, 296, 43),
     "swapped(), in, ddp": Counts(5, 44, 25),
     "swapped(), out, ddp": Counts(2, 18, 20),
 }

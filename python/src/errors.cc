@@ -14,10 +14,12 @@ namespace nb = nanobind;
 namespace shardow::python {
 namespace {
 
-void raise(Code code, const char* message, int error) {
+void raise(Code code, const char* message, int error) try {
   const nb::object made =
       nb::module_::import_("shardow.errors").attr("make")(base::code_name(code), to_text(message), error);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+} catch (nb::python_error& other) {  // a signal came, whose handler's exception goes on in its place
+  other.restore();
 }
 
 void translate(const std::exception_ptr& thrown, void*) {

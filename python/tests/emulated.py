@@ -104,7 +104,7 @@ def emulated(size: int, helped: bool = True) -> Iterator[list[Emulated]]:
     finally:
         waiting._MOST_IDLE = idle
         while waiting._idle:
-            waiting._idle.pop().give(None)
+            waiting._idle.pop().put(None)
         threading.stack_size(stack)
         sys.setswitchinterval(interval)
 

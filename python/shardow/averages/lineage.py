@@ -105,15 +105,11 @@ class Lineage:
         """Adds an update to the last range where it goes on with that, else begins another range."""
         if not self._in_samples:
             samples = 0.0
-        if not self._updates:
-            self._updates.append([step, 1, 1, samples, 0.0])
-            return
-        last = self._updates[-1]
-        first, every, count, begin, apart = last
+        first, every, count, begin, apart = self._updates[-1] if self._updates else (0, 0, 0, 0.0, 0.0)
         if count == 1:
-            last[1:] = [step - first, 2, begin, samples - begin]
-        elif (step, samples) == (first + every * count, begin + apart * count):
-            last[2] += 1
+            self._updates[-1][1:] = [step - first, 2, begin, samples - begin]
+        elif count and (step, samples) == (first + every * count, begin + apart * count):
+            self._updates[-1][2] += 1
         else:
             self._updates.append([step, 1, 1, samples, 0.0])
 

@@ -25,7 +25,7 @@ from shardow.files.background import SaveHandle, settle
 from shardow.files.reading import choose
 from shardow.model import dtypes
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
-from shardow.model.extra_state import extra_states, for_file
+from shardow.model.extra_state import extra_states
 from shardow.model.local import refuse_all_odd
 from shardow.model.saved_form import saved_form
 from shardow.ranks.gather import Part
@@ -36,8 +36,9 @@ Metadata = Mapping[str, str] | None
 
 
 def files_to_save(
-    averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata
-) -> tuple[list[engine.FileParts], dict[str, Any]]:
+    averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata,
+    dtype: torch.dtype | str | None = None, named: bool = False,
+) -> tuple[list[engine.FileParts], dict[str, Any]]:  # fmt: skip
     """Returns the files and the engine's options, after all ranks have agreed. Collective."""
 
     def check() -> dict[str, Any]:
@@ -46,10 +47,10 @@ def files_to_save(
             raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
         for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(engine.texts(metadata)):
             raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
-        return engine.dtype_and_limit(None, max_shard_size)
+        return engine.dtype_and_limit(dtype, max_shard_size)
 
     options = averages.team.agree(what, check)
-    return _files(averages, averages.ready_to_hand_out(what), engine.texts(metadata)), options
+    return _files(averages, averages.ready_to_hand_out(what), engine.texts(metadata), named), options
 
 
 def snapshot(
@@ -59,7 +60,11 @@ def snapshot(
     """See EMA.snapshot()."""
     where = Path(paths.to_write(directory))
     every = whole("every", every, 1)
-    stored = stored_as(dtype)
+    chosen = dtypes.floating(dtype)
+    if chosen is not None and chosen.itemsize < 2:
+        raise invalid(
+            f"{lineage.WHAT}: dtype={dtype}; averages after the fact are made of float32, bfloat16, float16 or float64"
+        )
     now = lineage.Counts(*averages.engine.progress)
     if averages.lineage is not None and now.step < averages.lineage.seen.step:
         averages.go_on_from(None)  # it has begun again
@@ -67,15 +72,12 @@ def snapshot(
     if mine is None:
         mine = averages.snapshots[where] = Snapshots(where, averages, now.step)
     averages.lineage.see(now)  # type: ignore[union-attr]
-    if not mine.is_due(now.step, every):
+    if now.step == 0 or now.step // every <= mine.last // every:  # none is due
         return None
     averages.team.agree(lineage.WHAT, lambda: mine.check(now.step) if averages.team.rank == 0 else None)
-    files, options = files_to_save(averages, lineage.WHAT, None, None)
-    for key, file in zip(averages.keys, files, strict=True):
-        file.name = _core.ema_file_name(key)
+    files, options = files_to_save(averages, lineage.WHAT, None, None, dtype, named=True)
     write = engine.write_in_background if asynchronous else engine.write
-    options["dtype"] = stored
-    averages.team.agree(lineage.WHAT, lambda: _refuse_infinite(files, dtypes.floating(dtype)))
+    averages.team.agree(lineage.WHAT, lambda: _refuse_infinite(files, chosen))
     told = write(files, where / directory_of(now.step), averages.team, progress=progress, **options)
     mine.last = now.step
     return told
@@ -109,16 +111,6 @@ def directory_of(step: int) -> str:
     return f"snapshot-{step:09}"
 
 
-def stored_as(dtype: torch.dtype | str | None) -> str | None:
-    """The engine's name of a snapshot's dtype."""
-    found = dtypes.floating(dtype)
-    if found is not None and found.itemsize < 2:
-        raise invalid(
-            f"{lineage.WHAT}: dtype={dtype}; averages after the fact are made of float32, bfloat16, float16 or float64"
-        )
-    return None if found is None else dtypes.NAMES[found]
-
-
 class Snapshots:
     """Those of one EMA in one directory, from here on. Construction is collective."""
 
@@ -133,9 +125,6 @@ class Snapshots:
             core.team.agree(lineage.WHAT, lambda: history.begin(core.engine.state(), core.keys, told["run"]))
         history.replace({run for _, run in self._strange if run})
         core.lineage = history
-
-    def is_due(self, step: int, every: int) -> bool:
-        return step > 0 and step // every > self.last // every
 
     def check(self, step: int) -> None:
         """Raises where somebody else has come to write here. Of one rank."""
@@ -187,15 +176,16 @@ def steps_in(directory: Path) -> list[int]:
     return [int(one[1]) for one in found if one and one[0] == directory_of(int(one[1]))]
 
 
-def _files(averages: Averages, state: str, metadata: Mapping[str, str]) -> list[engine.FileParts]:
-    """Returns one file for each average, with the engine's name."""
+def _files(averages: Averages, state: str, metadata: Mapping[str, str], named: bool = False) -> list[engine.FileParts]:
+    """Returns one file for each average, which the engine names, or is ``named`` by its key in any case."""
     record = {}
     if averages.lineage is not None:
         record = {_core.RECORD_KEY: averages.lineage.to_save(averages.engine, averages.keys)}
-    return [
-        engine.FileParts(name, averages.parts(k, saving=True), {**metadata, **record, **texts})
-        for k, (name, texts) in enumerate(_core.ema_files(averages.engine, state))
-    ]
+    files = []
+    for k, (name, texts) in enumerate(_core.ema_files(averages.engine, state)):
+        called = _core.ema_file_name(averages.keys[k]) if named else name
+        files.append(engine.FileParts(called, averages.parts(k, saving=True), {**metadata, **record, **texts}))
+    return files
 
 
 @torch.no_grad()
@@ -240,8 +230,8 @@ def export(
         return parts, {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
 
     parts, options = team.agree("export()", check)
-    extra, texts = for_file(extra_states(averages.view.model)) if team.rank == 0 else ([], {})
-    file = engine.FileParts("", [*parts, *extra], {**texts, **engine.texts(metadata)})
+    extra = extra_states(averages.view.model) if team.rank == 0 else {}
+    file = engine.with_extra("", parts, extra, engine.texts(metadata))
     return engine.write([file], path, team, progress=progress, **options)
 
 
@@ -289,7 +279,7 @@ def to_save_beside(
     saves that. Collective, over the averages' ranks too."""
     compared = averages.team.group is everybody.group
     state = averages.agreed_state(what, {}) if compared else averages.ready_to_hand_out(what)
-    files = _files(averages, state, metadata)
+    files = _files(averages, state, metadata, named=True)
     if averages.team.size < everybody.size:  # each rank of its own: they must have the same
         rows = averages.tracked_weights()
         check_equal(
@@ -297,8 +287,6 @@ def to_save_beside(
             DIFFERENT_WEIGHTS,
         )  # fmt: skip
         _state.agreed(what, averages.engine.state(), everybody, {})
-    for key, file in zip(averages.keys, files, strict=True):
-        file.name = _core.ema_file_name(key)
     return dict(zip(averages.keys, files, strict=True))
 
 

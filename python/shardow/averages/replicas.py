@@ -28,6 +28,11 @@ class _Step:
     strided: list[tuple[LocalTensor, torch.Tensor]]  # with the copy in order that pieces are views of
     buffers: list[torch.Tensor] = field(default_factory=list)
 
+    def kinds(self) -> list[tuple[torch.dtype, torch.device, int]]:
+        """Of its buffers: one a member, and the last one is sent."""
+        first = self.pieces[0][0]
+        return [(first.dtype, first.device, at) for at in range(len(self.pieces) + 1)]
+
     def lengths(self) -> list[int]:
         return [sum(one.numel() for one in pieces) for pieces in self.pieces]
 
@@ -39,17 +44,13 @@ class Exchange:
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
         self._steps = list(_steps(tracked))
-        memory: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = {}
+        sizes: dict[tuple[torch.dtype, torch.device, int], int] = {}
         for step in self._steps:
-            first, count = step.pieces[0][0], len(step.pieces)
-            size = max(step.lengths())
-            for at in range(count + 1):  # the last one is sent
-                key = (first.dtype, first.device, at)
-                if key not in memory or memory[key].numel() < size:
-                    memory[key] = torch.empty(size, dtype=first.dtype, device=first.device)
+            for key in step.kinds():
+                sizes[key] = max(sizes.get(key, 0), max(step.lengths()))
+        memory = {key: torch.empty(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
         for step in self._steps:
-            first, size = step.pieces[0][0], max(step.lengths())
-            step.buffers = [memory[first.dtype, first.device, at][:size] for at in range(len(step.pieces) + 1)]
+            step.buffers = [memory[key][: max(step.lengths())] for key in step.kinds()]
 
     def run(self, seconds: float, writes: Callable[[], None] = lambda: None) -> None:
         """Collective among replicas. ``writes()`` is called before memory that others own is first written. Raises
@@ -96,21 +97,18 @@ class Exchange:
 def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
     """The same on every replica, since replicas hold the same tensors."""
     by_groups: dict[Any, list[Tracked]] = {}
-    stretched: dict[Any, list[Tracked]] = {}
-    for one in tracked:
+    for one in sorted(tracked, key=lambda one: not one.stretched):
         if one.local.replicas:
             key = tuple(tuple(dist.get_process_group_ranks(group)) for group, _, _ in one.local.replicas)
-            if one.stretched:
-                stretched.setdefault((key, one.local.tensor.dtype, one.local.tensor.device), []).append(one)
-            else:
-                by_groups.setdefault(key, []).append(one)
-    for alike in stretched.values():
-        group, index, size = alike[0].local.replicas[0]
-        flats = [one.local.tensor.view(-1) for one in alike]
-        for members in rounds(alike, size):
-            yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], [])
+            kind = (one.local.tensor.dtype, one.local.tensor.device) if one.stretched else None
+            by_groups.setdefault((key, kind), []).append(one)
     for alike in by_groups.values():
         flats = [one.local.flat() for one in alike]
+        if alike[0].stretched:
+            group, index, size = alike[0].local.replicas[0]
+            for members in rounds(alike, size):
+                yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], [])
+            continue
         kinds: dict[tuple[torch.dtype, torch.device], int] = {}
         tensors = [
             (one.local.region, flat.itemsize, kinds.setdefault((flat.dtype, flat.device), len(kinds)))

@@ -30,12 +30,6 @@ _CHUNK = 1 << 20  # elements of a temporary
 Copy = tuple[torch.Tensor, torch.Tensor, "_core.Region | None"]
 
 
-def make(tracked: Sequence[Tracked], keys: Sequence[str], engine_state: str) -> dict[str, Any]:
-    """{"averages": {name: tensor}, "state": str}, with several keys {"averages": {key: {name: tensor}}, ...}."""
-    by_key = {key: {one.name: as_tensor(one, k) for one in tracked} for k, key in enumerate(keys)}
-    return {"averages": by_key[keys[0]] if len(keys) == 1 else by_key, "state": engine_state}
-
-
 def as_tensor(one: Tracked, k: int) -> torch.Tensor:
     if one.is_whole:
         return one.averages[k].view(tuple(one.region.shape))

@@ -26,7 +26,8 @@ def make(averages: Averages) -> dict[str, Any]:
     """See EMA.state_dict()."""
     averages.swap.refuse("state_dict()")
     state = lineage.with_record(averages.engine.state(), averages.lineage, averages.engine, averages.keys)
-    return _state.make(averages.tracked, averages.keys, state)
+    each = [{one.name: _state.as_tensor(one, k) for one in averages.tracked} for k in range(len(averages.keys))]
+    return {"averages": each[0] if len(each) == 1 else dict(zip(averages.keys, each, strict=True)), "state": state}
 
 
 @torch.no_grad()
@@ -40,7 +41,9 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         parts = [averages.parts(k) for k in range(len(keys))]
         checked = _state.check("load_state_dict()", state, parts, keys, strict)
         lineage.check(lineage.record_in(text), len(keys), "the state")
-        _take_options(averages, "load_state_dict()", text, options)
+        changed = averages.engine.differences(text) if options == "file" else []
+        averages.engine.set_state(text, getattr(_core.OptionsFrom, options))
+        renew_keys(averages, "load_state_dict()", changed)
         return checked
 
     with averages.or_as_before():
@@ -57,13 +60,6 @@ def saved_keys(averages: Averages, saved: list[str], options: OptionsFrom, where
     """Returns, for each average, the key among ``saved`` that it is loaded from. ``where`` is for messages."""
     one_of("options", options, ("file", "own"))
     return _core.taken_as(saved, averages.keys, getattr(_core.OptionsFrom, options), where)
-
-
-def _take_options(averages: Averages, what: str, text: str, options: OptionsFrom) -> None:
-    """Sets the counters of a saved state, and its options if ``options`` says so."""
-    changed = averages.engine.differences(text) if options == "file" else []
-    averages.engine.set_state(text, getattr(_core.OptionsFrom, options))
-    renew_keys(averages, what, changed)
 
 
 def renew_keys(averages: Averages, what: str, changed: Sequence[tuple[str, str, str]]) -> None:

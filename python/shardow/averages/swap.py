@@ -316,7 +316,7 @@ class Swap(SwapMemory):
             self._team.agree(what, self._take_back)
             exchange.run(self._team.timeout)
         for move in moves:
-            move.make()
+            move.now.copy_(move.weights.reshape(move.now.shape))
         self._shown()
         self._average.settle()
         self._why = None

@@ -98,9 +98,6 @@ class Move(NamedTuple):
     weights: torch.Tensor
     now: torch.Tensor
 
-    def make(self) -> None:
-        self.now.copy_(self.weights.reshape(self.now.shape))
-
 
 def find_moves(view: ModelView, tracked: Sequence[Tracked], strict: bool) -> list[Move]:
     """By name, in the model as it is now, under every name that a tied weight has. Changes nothing. Raises ValueError

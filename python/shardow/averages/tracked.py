@@ -185,7 +185,9 @@ def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str,
         there = (
             tracked if len(devices) == 1 else [one for one, home in zip(tracked, homes, strict=True) if home == device]
         )
-        _allocate(there, device, options)
+        arena = Arena([one.region for one in there], options.dtype, len(options.schedules), device)
+        for number, one in enumerate(there):
+            one.arena, one.place = arena, number
     return tracked
 
 
@@ -229,11 +231,8 @@ def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked
         )
     region, begin = divide(local, replicas)
     master = None if given is None else _source(local, given, local.region.size, "of this rank's part")
-    if master is None and local.tensor.dtype not in DTYPES:
-        raise invalid(
-            f"'{local.name}' is {local.tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out "
-            "with params="
-        )
+    if master is None:
+        _refuse_dtype(local.name, local.tensor.dtype)
     return Tracked(local, region, begin, master)
 
 
@@ -254,19 +253,14 @@ def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torc
             f"source= of '{local.name}' has {tensor.numel()} elements on {tensor.device}; "
             f"it must be contiguous, with the {size} {of}, on {local.tensor.device}"
         )
-    if tensor.dtype not in DTYPES:
-        raise invalid(
-            f"'{local.name}' is {tensor.dtype}; only {', '.join(map(str, DTYPES))} are averaged. Leave it out with "
-            "params="
-        )
+    _refuse_dtype(local.name, tensor.dtype)
     return tensor.view(-1)
 
 
-def _allocate(tracked: Sequence[Tracked], device: torch.device, options: Options) -> None:
-    """Memory for all averages on a device."""
-    arena = Arena([one.region for one in tracked], options.dtype, len(options.schedules), device)
-    for number, one in enumerate(tracked):
-        one.arena, one.place = arena, number
+def _refuse_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        only = f"only {', '.join(map(str, DTYPES))} are averaged"
+        raise invalid(f"'{name}' is {dtype}; {only}. Leave it out with params=")
 
 
 _AT_ONCE = 8  # looked at in an update, whose time must not grow with what is frozen
@@ -283,13 +277,10 @@ class Unfrozen:
 
     def look(self, everywhere: bool = False) -> None:
         """``everywhere``: at all of them, else at the next few."""
-        if not self._frozen:
+        looked_at = self._frozen if everywhere else itertools.islice(self._next, _AT_ONCE)
+        if not self._frozen or not any(p.requires_grad for _, p in looked_at):
             return
-        if any(p.requires_grad for _, p in (self._frozen if everywhere else itertools.islice(self._next, _AT_ONCE))):
-            self._say([name for name, p in self._frozen if p.requires_grad])
-
-    def _say(self, names: list[str]) -> None:
-        self._frozen = []
+        names, self._frozen = [name for name, p in self._frozen if p.requires_grad], []
         warn(
             f"{first_of(names)}: frozen when this EMA was made, trained now, and not averaged: exports and "
             "swapped() have the weights as they are. To average them, make a new EMA and load the old one's state into "

@@ -70,6 +70,15 @@ def several(name: str, values: Any) -> list[Any]:
         raise invalid(f"{name}={_shown(values)}; give a list", TypeError) from None
 
 
+def utf8(value: str, where: str, what: str = "files") -> str:
+    """The text itself. Raises ValueError where ``what`` can't hold it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(f"{where} has {value[error.start]!r} in it, which is no character: {what} are UTF-8") from None
+    return value
+
+
 def _shown(value: Any) -> str:
     if hasattr(value, "named_parameters"):
         return f"a {type(value).__name__}: that is a model, and the EMA knows its own"

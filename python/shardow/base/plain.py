@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardow import errors
-from shardow.base.checks import invalid
+from shardow.base.checks import invalid, utf8
 
 _DEEPEST = 100
 _MOST_BITS = 14_000  # of a whole number: Python itself reads 4300 digits
@@ -59,7 +59,7 @@ def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
     if value is None or kind in (bool, int):
         return value
     if kind is str:
-        return _text(value, where)
+        return utf8(value, where)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if kind is list:
@@ -73,19 +73,11 @@ def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
     if kind in (dict, OrderedDict, defaultdict):
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {
-                _text(key, f"a key of {where}"): encode(one, f"{where}.{key}", put, depth + 1)
+                utf8(key, f"a key of {where}"): encode(one, f"{where}.{key}", put, depth + 1)
                 for key, one in value.items()
             }
         return {"$dict": pairs(value)}
     return put(where, value)
-
-
-def _text(value: str, where: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise invalid(f"{where} has {value[error.start]!r} in it, which is no character: files are UTF-8") from None
-    return value
 
 
 def decode(value: Any, get: Get | None = None, where: str = "this") -> Any:

@@ -22,7 +22,6 @@ from shardow.files import engine, paths
 from shardow.files.background import SaveHandle, settle
 from shardow.ranks.team import Team
 
-_ABSENT = {"averages": "from_model", "optimizer": "keep", "scheduler": "keep"}
 #: What has a state: an optimizer, a scheduler, a GradScaler; or several by their names.
 Stateful = Any
 
@@ -129,7 +128,13 @@ class Checkpoints:
         """
         team = self._team()
         settle(team.process_group)
-        return restoring.newest(self.directory, team)
+
+        def newest() -> bytes:
+            found = restoring.newest(self.directory)
+            return b"%d" % found.step if found is not None else b""
+
+        step = team.on_first("Checkpoints.latest()", newest)
+        return int(step) if step else None
 
     def restore(
         self,
@@ -174,24 +179,21 @@ class Checkpoints:
             for name in skipped:
                 one_of(name, asked[name], ("skip", "from_model") if name == "averages" else ("skip",))
             for name, how in ({} if absent is None else instance("absent", absent, Mapping)).items():
-                if how != _ABSENT.get(name):
+                if how != restoring.ABSENT.get(name):
                     raise invalid(
                         f"absent={{{name!r}: {how!r}}}; it may have "
-                        f"{', '.join(f'{k!r}: {v!r}' for k, v in _ABSENT.items())}"
+                        f"{', '.join(f'{k!r}: {v!r}' for k, v in restoring.ABSENT.items())}"
                     )
             named = {name: None if name in skipped else one for name, one in asked.items()}
-            given = Given.of(restoring.WHAT, **named)
-            if given.optimizer and "model" in skipped:
-                raise invalid(f"{restoring.WHAT}: optimizer= needs model=, which names its parameters")
-            return given
+            return Given.of(restoring.WHAT, **named)
 
         given = team.agree(restoring.WHAT, check)
         settle(team.process_group)
         facts: dict[str, Any] = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {})}
         facts |= {"random": random, "options": options}
         team.same(restoring.WHAT, facts)
-        step, one, files = restoring.opened(self.directory, step, team)
-        where = str(self.directory / manifest.directory_of(step))
+        one, files = restoring.opened(self.directory, step, team)
+        where = str(self.directory / manifest.directory_of(one.step))
         parts = team.agree(restoring.WHAT, lambda: restoring.check_parts(one, given, skipped, absent or {}, where))
         state: dict[str, Any] = restoring.Restoring(one, files, parts, given, options, team, where).take(random)
         return state

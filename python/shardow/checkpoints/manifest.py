@@ -23,6 +23,7 @@ NAME = "checkpoint.json"
 FORMAT, VERSION = "shardow.checkpoint", 1
 SAVE, STEP = "shardow.save", "shardow.step"  # in the metadata of every file
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
+_PARTS = ("model", "averages", "optimizer", "scheduler")
 _DIRECTORY = re.compile(r"step-(\d{9,})")
 _CRC = "crc32"
 # A save into a directory that was there adds what its files are called now, which the engine looks up.
@@ -52,19 +53,6 @@ class Manifest:
         told = json.dumps({"format": FORMAT, "version": VERSION, **vars(self)}, allow_nan=False)
         return f'{told[:-1]}, "{_CRC}": "{zlib.crc32(told.encode()):08x}"}}'
 
-    def metadata(self) -> dict[str, str]:
-        return {SAVE: self.save, STEP: str(self.step)}
-
-    @property
-    def parts(self) -> set[str]:
-        there = {
-            "model": self.model,
-            "averages": self.averages,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-        }
-        return {name for name, one in there.items() if one}
-
     def check(self, opened: Mapping[str, _core.Checkpoint], where: str) -> None:
         """Raises CorruptError where a file is of another save."""
         for name, file in opened.items():
@@ -74,6 +62,11 @@ class Manifest:
                     "corrupt",
                     f"{where}/{name} is of another save (of step {step}) than its {NAME}; restore another step",
                 )
+
+
+def parts_of(owner: object) -> set[str]:
+    """The parts that a manifest has, or that a call was given."""
+    return {name for name in _PARTS if getattr(owner, name)}
 
 
 def directory_of(step: int) -> str:
@@ -165,17 +158,14 @@ def _is_understood(one: Manifest) -> bool:
     trees = one.optimizer.values()
     return (
         all(isinstance(number, int) for number in (one.step, one.world_size))
-        and all(map(_is_plain, one.files))
+        and texts(one.files)
+        and all(os.path.basename(name) == name and name.endswith(".safetensors") for name in one.files)
         and {*named} <= {*one.files}
         and len({*one.files}) == len(one.files)
         and all(texts(group["params"]) for tree in trees for group in tree["groups"])
         and all(isinstance(state, dict) for tree in trees for state in tree["state"].values())
         and all(isinstance(tree, dict) for tree in (one.scheduler, one.state, *one.kinds.values()))
     )
-
-
-def _is_plain(name: object) -> bool:
-    return isinstance(name, str) and os.path.basename(name) == name and name.endswith(".safetensors")
 
 
 def read(directory: Path) -> Manifest | None:

@@ -14,6 +14,7 @@ A tensor of a state is one of three, which its mark in the tree says:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +70,7 @@ def tree_of(optimizer: torch.optim.Optimizer, view: ModelView, where: str, tenso
         if not isinstance(index, int):
             raise unsupported(f"the optimizer keeps {index!r} beside its parameters' states; only those are written")
         for local in params[id(order[index])]:
-            put = _Put(order[index], local, tensors)
+            put = functools.partial(_put, order[index], local, tensors)
             state[local.name] = plain.encode(values, f"{where}state.{local.name}", put)
     return {"groups": groups, "state": state}
 
@@ -87,44 +88,37 @@ def parameters(optimizer: torch.optim.Optimizer, view: ModelView) -> dict[int, l
     return found
 
 
-@dataclass
-class _Put:
-    """A state's tensor of one parameter."""
+def _put(param: torch.Tensor, local: LocalTensor, tensors: Tensors, where: str, value: Any) -> Tree:
+    """As plain.encode() asks: a state's tensor of one parameter."""
+    if not isinstance(value, torch.Tensor):
+        return plain.refuse(where, value)
+    mark, flat = _held(param, local, where, value)
+    if flat is None:
+        return tensors.whole(where, value)
+    tensors.parts.append(Part(where, flat, local.region))
+    if (common := common_of(local, flat)) is not None:
+        tensors.common.append(replace(common, name=where))
+    return {mark: where}
 
-    param: torch.Tensor
-    local: LocalTensor
-    tensors: Tensors
 
-    def __call__(self, where: str, value: Any) -> Tree:
-        if not isinstance(value, torch.Tensor):
-            return plain.refuse(where, value)
-        mark, flat = self._held(where, value)
-        if flat is None:
-            return self.tensors.whole(where, value)
-        self.tensors.parts.append(Part(where, flat, self.local.region))
-        if (common := common_of(self.local, flat)) is not None:
-            self.tensors.common.append(replace(common, name=where))
-        return {mark: where}
-
-    def _held(self, where: str, value: torch.Tensor) -> tuple[str, torch.Tensor | None]:
-        if isinstance(value, DTensor):
-            if value.shape != self.param.shape or region_of(where, value) != self.local.region:
-                raise unsupported(
-                    f"'{where}' is a DTensor of shape {tuple(value.shape)}, sharded otherwise than its parameter; not "
-                    "written"
-                )
-            return "$part", flat_of(value._local_tensor.detach(), [])
-        if isinstance(self.local, FlatTensor) and value.dim() and value.shape == self.param.shape:
-            return "$part", flat_of(value.detach(), [])[stretch(self.param, self.local)]
-        if isinstance(self.param, DTensor):
-            same = value.dim() and value.shape == self.param._local_tensor.shape
-            return ("$local", flat_of(value.detach(), [])) if same else ("$tensor", None)
-        if isinstance(self.local, FlatTensor) and value.dim():
+def _held(param: torch.Tensor, local: LocalTensor, where: str, value: torch.Tensor) -> tuple[str, torch.Tensor | None]:
+    if isinstance(value, DTensor):
+        if value.shape != param.shape or region_of(where, value) != local.region:
             raise unsupported(
-                f"'{where}' has shape {tuple(value.shape)}, which does not tell what of it other ranks hold; not "
+                f"'{where}' is a DTensor of shape {tuple(value.shape)}, sharded otherwise than its parameter; not "
                 "written"
             )
-        return ("$part", flat_of(value.detach(), [])) if value.shape == self.param.shape else ("$tensor", None)
+        return "$part", flat_of(value._local_tensor.detach(), [])
+    if isinstance(local, FlatTensor) and value.dim() and value.shape == param.shape:
+        return "$part", flat_of(value.detach(), [])[stretch(param, local)]
+    if isinstance(param, DTensor):
+        same = value.dim() and value.shape == param._local_tensor.shape
+        return ("$local", flat_of(value.detach(), [])) if same else ("$tensor", None)
+    if isinstance(local, FlatTensor) and value.dim():
+        raise unsupported(
+            f"'{where}' has shape {tuple(value.shape)}, which does not tell what of it other ranks hold; not written"
+        )
+    return ("$part", flat_of(value.detach(), [])) if value.shape == param.shape else ("$tensor", None)
 
 
 def stretch(param: torch.Tensor, local: FlatTensor) -> slice:

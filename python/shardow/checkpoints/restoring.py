@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,52 +30,45 @@ from shardow.ranks.memory import empty
 from shardow.ranks.team import Team
 
 WHAT = "Checkpoints.restore()"
+#: What may become of a part that is given and is not in the step.
+ABSENT = {"averages": "from_model", "optimizer": "keep", "scheduler": "keep"}
 _TRIES = 5  # while somebody saves the same step again
 Files = Mapping[str, _core.Checkpoint]
 
 
-def newest(root: Path, team: Team) -> int | None:
-    """The newest whole step, as rank 0 sees it. Collective."""
-
-    step = team.on_first("Checkpoints.latest()", partial(_newest_in, root))
-    return int(step) if step else None
-
-
-def _newest_in(root: Path) -> bytes:
-    """Lists again where steps came or went meanwhile: another process may save, and remove what was listed."""
+def newest(root: Path) -> Manifest | None:
+    """The newest whole step. Lists again where steps came or went meanwhile: another process may save, and remove what
+    was listed."""
     while True:
         steps = manifest.steps_in(root)
         for step in steps:
             at = root / manifest.directory_of(step)
             try:
-                if manifest.whole(at) is not None:
-                    return b"%d" % step
+                if (found := manifest.whole(at)) is not None:
+                    return found
             except (errors.NotFoundError, errors.CorruptError) as error:
                 if os.path.lexists(at / manifest.NAME):  # what is removed loses this first, and is no damage
                     warn(f"{root}: step {step} is passed over, since it is not whole: {error}", RuntimeWarning)
         if manifest.steps_in(root) == steps:
-            return b""
+            return None
 
 
-def _text_of(root: Path, step: int) -> bytes:
-    found = manifest.read(root / manifest.directory_of(step))
-    if found is None:
-        raise manifest.missing(root, step)
-    return found.text().encode()
-
-
-def opened(root: Path, step: int | None, team: Team, tries: int = _TRIES) -> tuple[int, Manifest, Files]:
+def opened(root: Path, step: int | None, team: Team, tries: int = _TRIES) -> tuple[Manifest, Files]:
     """A step, by default the newest whole one, and all its files, of one save. Collective."""
-    chosen = newest(root, team) if step is None else step
-    if chosen is None:
-        raise manifest.missing(root, None)
-    at = root / manifest.directory_of(chosen)
+
+    def text() -> bytes:
+        found = newest(root) if step is None else manifest.read(root / manifest.directory_of(step))
+        if found is None:
+            raise manifest.missing(root, step)
+        return found.text().encode()
+
+    one = manifest.parse(team.on_first(WHAT, text).decode(), str(root))
+    at = str(root / manifest.directory_of(one.step))
     try:
-        one = manifest.parse(team.on_first(WHAT, partial(_text_of, root, chosen)).decode(), str(at))
-        files = _core.Checkpoint.open_files(team.group, str(at), one.files, team.timeout)
+        files = _core.Checkpoint.open_files(team.group, at, one.files, team.timeout)
         by_name = dict(zip(one.files, files, strict=True))
-        one.check(by_name, str(at))
-        return chosen, one, by_name
+        one.check(by_name, at)
+        return one, by_name
     except (errors.CorruptError, errors.NotFoundError):  # the same on all ranks: saved again meanwhile, or removed
         if tries == 1:
             raise
@@ -87,21 +79,15 @@ def check_parts(
     one: Manifest, given: Given, skipped: Collection[str], absent: Mapping[str, str], where: str
 ) -> set[str]:
     """The parts that are restored. Raises where one is neither there, nor given, nor said to be left out."""
-    asked = {name for name in ("model", "averages", "optimizer", "scheduler") if getattr(given, name)}
-    for name in sorted(one.parts - asked - set(skipped)):
+    asked, there = manifest.parts_of(given), manifest.parts_of(one)
+    for name in sorted(there - asked - set(skipped)):
         instead = f'{name}="skip"' + (' or averages="from_model"' if name == "averages" else "")
         raise invalid(f"{where} has {name}, and {name}= was not given; {instead} to leave it there")
-    for name in sorted(asked - one.parts - set(absent)):
-        raise invalid(f"{where} has no {name}; {_BEGINS[name]}")
-    return asked & one.parts
-
-
-_BEGINS = {
-    "model": "restore a step that has it",
-    "averages": 'absent={"averages": "from_model"} lets them begin at the weights that are restored',
-    "optimizer": 'absent={"optimizer": "keep"} leaves it as it is',
-    "scheduler": 'absent={"scheduler": "keep"} leaves it as it is',
-}
+    for name in sorted(asked - there - set(absent)):
+        fate = "lets them begin at the weights that are restored" if name == "averages" else "leaves it as it is"
+        way_out = f'absent={{"{name}": "{ABSENT[name]}"}} {fate}' if name in ABSENT else "restore a step that has it"
+        raise invalid(f"{where} has no {name}; {way_out}")
+    return asked & there
 
 
 class Restoring:
@@ -138,17 +124,13 @@ class Restoring:
             assert held.view is not None
             file = self._files[manifest.OPTIMIZER]
             for name, one in self._given.optimizer.items():
-                self._optimizers.append(
-                    Resumed(one, held.view, self._one.optimizer[name], file, prefix("optimizer", name))
-                )
+                tree = self._one.optimizer[name]
+                self._optimizers.append(Resumed(one, held.view, tree, file, prefix("optimizer", name)))
             self._reads.append(([part for one in self._optimizers for part in one.wanted.parts], file, True))
-        self._scheduler = {}
         if "scheduler" in self._parts:
             _same_names("scheduler", self._given.scheduler, self._one.scheduler, where)
-            self._scheduler = {
-                name: plain.decode(tree, small.whole, f"{where}: a scheduler")
-                for name, tree in self._one.scheduler.items()
-            }
+        trees = self._one.scheduler if "scheduler" in self._parts else {}
+        self._scheduler = {name: plain.decode(trees[name], small.whole, f"{where}: a scheduler") for name in trees}
         self._random = self._row()
         self._reads.append((small.parts, self._files[manifest.STATE], False))
 
@@ -200,7 +182,7 @@ class Restoring:
         if self._averages is not None:
             self._averages.take()
         self._read()
-        self._team.agree(WHAT, self._check)
+        self._team.agree(WHAT, lambda: [*map(Resumed.check, self._optimizers)])
         self._team.agree(WHAT, self._put)
         if self._given.averages is not None and self._averages is None:
             self._given.averages.reset()
@@ -213,10 +195,6 @@ class Restoring:
             generators.give(bytes(self._random.tolist()))
         half_restored.difference_update(filled)
         return self.state
-
-    def _check(self) -> None:
-        for one in self._optimizers:
-            one.check()
 
     def _put(self) -> None:
         self._small.put_back()

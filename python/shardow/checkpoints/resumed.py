@@ -7,6 +7,7 @@ No step is taken for it, so no hook runs and no counter moves; memory that a sta
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,11 +71,7 @@ class _State:
     prefix: str
     flat: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def of(self, local: LocalTensor, tree: Tree) -> Tree:
-        found: Tree = plain.decode(tree, lambda mark: self._tensor(mark, local))
-        return found
-
-    def _tensor(self, mark: Tree, local: LocalTensor) -> torch.Tensor:
+    def tensor(self, local: LocalTensor, mark: Tree) -> torch.Tensor:
         ((kind, name),) = mark.items()
         if kind not in ("$part", "$local"):
             return self.wanted.whole(mark)
@@ -131,7 +128,7 @@ class Resumed:
             if not locals_ or (isinstance(locals_[0], FlatTensor) and not p.numel()):  # of which other ranks have all
                 continue
             state = _State(p, optimizer.state.get(p, {}), self.wanted, prefix)
-            found = [(one.name, state.of(one, tree["state"][one.name])) for one in locals_]
+            found = [(one.name, plain.decode(tree["state"][one.name], partial(state.tensor, one))) for one in locals_]
             self._state[index] = found[0][1]
             self._equal += [(*found[0], *one) for one in found[1:]]
 

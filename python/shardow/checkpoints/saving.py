@@ -13,7 +13,7 @@ import json
 import secrets
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,8 @@ from shardow.base.checks import instance, invalid
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
 from shardow.ema import EMA
-from shardow.files.engine import FileParts
+from shardow.files.engine import FileParts, with_extra
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
-from shardow.model.extra_state import for_file
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import ModelView
@@ -134,7 +133,10 @@ def files_to_save(
     metadata = {manifest.SAVE: save, manifest.STEP: str(step)}
     averages = {} if given.averages is None else to_save_beside(given.averages._averages, WHAT, metadata, team)  # (2)
     row, trees = _joined(step, found, list(averages), team)
-    files = [] if found.held is None else [_model_file(found.held, metadata, team)]
+    files = []
+    if found.held is not None:
+        extra = found.held.extra if team.rank == 0 else {}
+        files.append(with_extra(manifest.MODEL, found.held.parts, extra, metadata))
     files += averages.values()
     if given.optimizer:
         files.append(FileParts(manifest.OPTIMIZER, found.optimizer.parts, metadata))
@@ -156,16 +158,14 @@ def files_to_save(
 
 def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
     held = None if given.model is None else held_by(given.model, team.process_group, saving=True)
+    optimizer, values = Tensors(), Tensors()
+    trees = {}
     if held is not None:
         refuse_foreign(WHAT, held.memory, instead="")
         assert held.view is not None
         given.refuse_strangers(WHAT, held.view)
-    optimizer, values = Tensors(), Tensors()
-    trees = {}
-    for name, one in given.optimizer.items():
-        assert held is not None
-        assert held.view is not None
-        trees[name] = tree_of(one, held.view, prefix("optimizer", name), optimizer)
+        for name, one in given.optimizer.items():
+            trees[name] = tree_of(one, held.view, prefix("optimizer", name), optimizer)
     scheduler = {
         name: plain.encode(one.state_dict(), prefix("scheduler", name), values.whole)
         for name, one in given.scheduler.items()
@@ -175,11 +175,6 @@ def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
     return _Mine(
         held, optimizer, trees, values, scheduler, plain.encode(dict(state), "state", values.whole), generators.states()
     )
-
-
-def _model_file(held: Held, metadata: Mapping[str, str], team: Team) -> FileParts:
-    parts, texts = for_file(held.extra) if team.rank == 0 else ([], {})
-    return FileParts(manifest.MODEL, [*held.parts, *parts], {**texts, **metadata})
 
 
 def _joined(step: int, mine: _Mine, averages: list[str], team: Team) -> tuple[Part, Tree]:
@@ -192,8 +187,11 @@ def _joined(step: int, mine: _Mine, averages: list[str], team: Team) -> tuple[Pa
     length = max(struct.unpack("<q", one[64:])[0] for one in everybody)
     trees = mine.trees
     if len({one[32:64] for one in everybody}) > 1:
-        found = team.mail(WHAT, {0: json.dumps(mine.trees).encode()}, range(team.size) if team.rank == 0 else ())
-        trees = team.agree(WHAT, lambda: _join([json.loads(one) for one in found]), begun=True)
+
+        def joined(everybody: list[bytes]) -> list[bytes]:
+            return [json.dumps(_join(map(json.loads, everybody))).encode(), *[b""] * (team.size - 1)]
+
+        trees = json.loads(team.decide_each(WHAT, json.dumps(mine.trees).encode(), joined) or b"{}")
     row = torch.frombuffer(bytearray(mine.random.ljust(length)), dtype=torch.uint8)
     region = _core.Region.grid([team.size, length], [[(team.rank, team.rank + 1)], [(0, length)]])
     return Part(_RANDOM, row, region), trees
@@ -221,7 +219,7 @@ def _digest(values: Any) -> bytes:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
 
 
-def _join(everybody: list[Tree]) -> Tree:
+def _join(everybody: Iterable[Tree]) -> Tree:
     """Of each optimizer all ranks' groups and states. Raises where they differ in what they both have."""
     joined: Tree = {}
     for rank, trees in enumerate(everybody):

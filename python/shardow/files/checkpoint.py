@@ -19,7 +19,6 @@ from shardow.files.background import SaveHandle
 from shardow.files.engine import FileParts
 from shardow.files.paths import StrPath
 from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal, common_of
-from shardow.model.extra_state import for_file
 from shardow.model.parts import Held, Saveable, group_of, held_by, values_for_file
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer
@@ -115,14 +114,13 @@ def full_state_dict(
     held, team = prepared("full_state_dict()", model, group, timeout, saving=False)
     weights = held.view.parameters if held.view is not None else []
     check_equal("full_state_dict()", lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
-    aliases = {name: [one for one in names if one != name] for name, names in held.names.items()}
-    found = Gatherer("full_state_dict()", held.parts, team).whole(aliases)
+    found = Gatherer("full_state_dict()", held.parts, team).whole(held.names)
     return {**found, **copy.deepcopy(held.extra)} if team.rank == 0 else found
 
 
 def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FileParts:
-    parts, texts = for_file(held.extra) if team.rank == 0 else ([], {})
-    return FileParts("", [*held.parts, *parts], {**texts, **values_for_file(held.values), **engine.texts(metadata)})
+    texts = {**values_for_file(held.values), **engine.texts(metadata)}
+    return engine.with_extra("", held.parts, held.extra if team.rank == 0 else {}, texts)
 
 
 def prepared(

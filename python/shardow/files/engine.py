@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.base.checks import instance, invalid, unsupported, whole
+from shardow.base.checks import instance, invalid, unsupported, utf8, whole
 from shardow.base.progress import shown
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
 from shardow.files.claims import claimed
 from shardow.files.paths import StrPath
 from shardow.model import dtypes
+from shardow.model.extra_state import for_file
 from shardow.model.storage import engine_view
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import StoreGroup, store_group
@@ -35,6 +36,12 @@ class FileParts:
     name: str
     parts: Sequence[Part]
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def with_extra(name: str, parts: Sequence[Part], extra: Mapping[str, Any], metadata: Mapping[str, str]) -> FileParts:
+    """A file of ``parts``, with a module's extra states, which are rank 0's; elsewhere ``extra`` is empty."""
+    more, texts = for_file(extra)
+    return FileParts(name, [*parts, *more], {**texts, **metadata})
 
 
 def in_dtypes(
@@ -132,23 +139,19 @@ def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
                 f"metadata {key!r}: {wrong!r} is no text ({type(wrong).__name__}); headers hold texts alone: str(), "
                 "json.dumps()"
             )
-        _check_text(f"metadata {key!r}", key + text)
+        utf8(key + text, f"metadata {key!r}", "headers")
     return dict(metadata)
 
 
-def _check_text(what: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise invalid(f"{what} has {text[error.start]!r} in it, which is no character: headers are UTF-8") from None
-
-
-def read_into(parts: Sequence[Part], found: _core.Checkpoint, team: Team, **options: Any) -> dict[str, Any]:
-    """The engine's load. Collective."""
+def read_into(
+    parts: Sequence[Part], found: _core.Checkpoint | list[_core.MergeInput], team: Team, **options: Any
+) -> dict[str, Any]:
+    """The engine's load, of a checkpoint or of what is merged. Collective."""
     reached = _for_engine(parts)
     told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    with naming("load()"):
-        report = _core.load(team.group, _views(reached), found, timeout=team.timeout, **told)
+    load: Any = _core.load_merged if isinstance(found, list) else _core.load
+    with naming("load() of what is merged" if isinstance(found, list) else "load()"):
+        report: dict[str, Any] = load(team.group, _views(reached), found, timeout=team.timeout, **told)
     _bring_back(parts, reached)
     return report
 
@@ -182,16 +185,6 @@ def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> di
     return report
 
 
-def read_merged(parts: Sequence[Part], inputs: list[_core.MergeInput], team: Team, **options: Any) -> dict[str, Any]:
-    """The engine's load of a merge. Collective."""
-    reached = _for_engine(parts)
-    told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    with naming("load() of what is merged"):
-        report = _core.load_merged(team.group, _views(reached), inputs, timeout=team.timeout, **told)
-    _bring_back(parts, reached)
-    return report
-
-
 def write_merged(
     inputs: list[_core.MergeInput], path: StrPath, team: Team, metadata: Mapping[str, str], **options: Any
 ) -> dict[str, Any]:
@@ -213,19 +206,17 @@ def _for_engine(parts: Iterable[Part]) -> list[Part]:
     """The engine reaches the memory of the CPU, and of CUDA devices where one answers; of other devices it gets
     a copy.
     """
-    return [
-        part if part.flat.is_cpu or (part.flat.is_cuda and _core.cuda_available()) else _on_host(part) for part in parts
-    ]
 
+    def reached(flat: torch.Tensor) -> bool:
+        return flat.is_cpu or (flat.is_cuda and _core.cuda_available())
 
-def _on_host(part: Part) -> Part:
-    return Part(part.name, part.flat.cpu(), part.region)
+    return [part if reached(part.flat) else part._replace(flat=part.flat.cpu()) for part in parts]
 
 
 def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
     views = []
     for part in parts:
-        _check_text(f"the name {part.name!r}", part.name)
+        utf8(part.name, f"the name {part.name!r}", "headers")
         dtype = dtypes.name_of(part.name, part.flat.dtype)
         region = _unpacked(part, dtypes.PACKED[dtype]) if dtype in dtypes.PACKED else part.region
         views.append(engine_view(part.name, dtype, part.flat, region))

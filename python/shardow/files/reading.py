@@ -152,30 +152,22 @@ class SeveralAverages(Checkpoint):
 
     def __init__(self, by_decay: dict[str, Checkpoint], path: str) -> None:
         self.path = path
-        self._by_decay = by_decay
+        self._tensors: Any = by_decay
         self.metadata = next(iter(by_decay.values())).metadata
 
     def __getitem__(self, decay: str | float) -> Checkpoint:
-        return list(self._by_decay.values())[choose(list(self._by_decay), decay)]
+        chosen: Checkpoint = list(self._tensors.values())[choose(list(self), decay)]
+        return chosen
 
     def get_slice(self, name: str) -> Slice:
-        raise invalid(f"{self.path} has averages of several decays; first say which: {', '.join(self._by_decay)}")
+        raise invalid(f"{self.path} has averages of several decays; first say which: {', '.join(self)}")
 
     def close(self) -> None:
-        for one in self._by_decay.values():
+        for one in self._tensors.values():
             one.close()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_decay)
-
-    def __len__(self) -> int:
-        return len(self._by_decay)
-
-    def __contains__(self, decay: object) -> bool:
-        return decay in self._by_decay
-
     def __repr__(self) -> str:
-        return f"SeveralAverages('{self.path}', decays {', '.join(self._by_decay)})"
+        return f"SeveralAverages('{self.path}', decays {', '.join(self)})"
 
 
 def open_checkpoint(

@@ -8,7 +8,7 @@ which of its steps were applied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,14 +20,9 @@ from shardow.integrations.masters import MastersEMA
 from shardow.model.masters import master_of
 from shardow.model.slots import slots
 
-#: An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's, and without
-#: ZeRO.
-_FLAT = (
-    "fp32_partitioned_groups_flat",
-    "single_partition_of_fp32_groups",
-    "fp32_groups_flat_partition",
-    "fp32_groups_flat",
-)
+#: An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's; or, without
+#: ZeRO, under the other two.
+_DIVIDED = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
 def ema(engine: Any, decay: float | Schedule | Sequence[float | Schedule] = 0.9999, **options: Any) -> EMA:
@@ -65,40 +60,30 @@ class _EMA(MastersEMA):
 def masters(engine: Any) -> dict[str, Source]:
     """What ``source=`` takes: this rank's masters by parameter; empty where the optimizer keeps none."""
     named = {id(slot.recorded): (slot.name, slot.recorded) for slot in reversed([*slots(engine.module, "parameter")])}
-    found = {id(p): source for p, source in _kind(engine.optimizer)(engine.optimizer, [p for _, p in named.values()])}
+    divided = any(hasattr(engine.optimizer, name) for name in _DIVIDED)
+    sources = _divided(engine.optimizer, [p for _, p in named.values()]) if divided else _whole(engine.optimizer)
+    found = {id(p): source for p, source in sources}
     return {name: found[key] for key, (name, _) in named.items() if key in found}
 
 
 Found = Iterator[tuple[Any, Source]]
 
 
-def _kind(optimizer: Any) -> Callable[[Any, list[Any]], Found]:
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return _zero3
-    if hasattr(optimizer, "single_partition_of_fp32_groups") or hasattr(optimizer, "fp32_groups_flat_partition"):
-        return _divided
-    return _whole
-
-
-def _zero3(optimizer: Any, parameters: list[Any]) -> Found:
-    """Of the same elements as ``ds_tensor``."""
-    kept = {flat.untyped_storage().data_ptr() for flat in optimizer.fp32_partitioned_groups_flat}
+def _divided(optimizer: Any, parameters: list[Any]) -> Found:
+    """ZeRO-3's, of the same elements as ``ds_tensor``; else stretches of replicas, which may be empty."""
+    flats = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+    kept = {flat.untyped_storage().data_ptr() for flat in flats or ()}
     for p in parameters:
         if (found := master_of(p)) is not None:
-            if found[0].untyped_storage().data_ptr() not in kept:
+            if flats is not None and found[0].untyped_storage().data_ptr() not in kept:
                 raise unsupported(
                     "offload_optimizer keeps masters on the host, weights are on a device; use offload_param too, or "
                     "neither"
                 )
-            yield p, found[0]
+            yield p, found if flats is None else found[0]
 
 
-def _divided(optimizer: Any, parameters: list[Any]) -> Found:
-    """Stretches of replicas, which may be empty."""
-    return ((p, found) for p in parameters if (found := master_of(p)) is not None)
-
-
-def _whole(optimizer: Any, parameters: list[Any]) -> Found:
+def _whole(optimizer: Any) -> Found:
     """Every rank has all, tensor by tensor, or one after another."""
     groups = getattr(optimizer, "fp16_groups", [])
     kept = getattr(optimizer, "fp32_groups", None) or [
@@ -110,7 +95,7 @@ def _whole(optimizer: Any, parameters: list[Any]) -> Found:
 
 def _addresses(optimizer: Any) -> list[int]:
     kept = [
-        *(flat for name in _FLAT for flat in getattr(optimizer, name, ())),
+        *(flat for name in (*_DIVIDED, "fp32_groups_flat") for flat in getattr(optimizer, name, ())),
         *chain.from_iterable(getattr(optimizer, "fp32_groups", ())),
     ]
     return [tensor.data_ptr() for tensor in kept]

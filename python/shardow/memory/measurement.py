@@ -73,9 +73,9 @@ class _Parts:
         self._model = model
         self._dtensors, self._fsdp1 = DTensorAdapter(model, "any"), Fsdp1Adapter(model)
 
-    def reshard(self, failed: bool = False) -> None:
-        if failed:
-            self._dtensors.reset()
+        self.reset = self._dtensors.reset  # after a forward that failed
+
+    def reshard(self) -> None:
         self._dtensors.reshard()
         self._fsdp1.reshard()
 
@@ -100,14 +100,14 @@ def _activations(model: nn.Module, parts: _Parts, batch: Any, loss: Callable[[An
         return output if loss is None else (output, loss(output))
 
     parts.reshard()
-    failed = True
     try:
         with _as_it_was(model), as_in_training(model), torch.enable_grad():
-            found = kept_bytes(forward, parts.whole)
-        failed = False
+            return kept_bytes(forward, parts.whole)
+    except BaseException:
+        parts.reset()
+        raise
     finally:
-        parts.reshard(failed)
-    return found
+        parts.reshard()
 
 
 @contextlib.contextmanager

@@ -60,6 +60,7 @@ def state_bytes(optimizer: Any, parts: Parts) -> int:
 
 def _recipe(optimizer: Any, parts: Parts) -> tuple[type[torch.optim.Optimizer], list[dict[str, Any]], dict[str, Any]]:
     """Class, groups and options."""
+    one_group: list[dict[str, Any]] = [{"params": list(parts.values())}]
     if isinstance(optimizer, str):
         if optimizer.lower() not in _BY_NAME:
             names = ", ".join(sorted(_BY_NAME))
@@ -69,26 +70,23 @@ def _recipe(optimizer: Any, parts: Parts) -> tuple[type[torch.optim.Optimizer], 
         name, options = _BY_NAME[optimizer.lower()], {"momentum": 0.9} if optimizer.lower() == "sgd-momentum" else {}
         if not hasattr(torch.optim, name):
             raise unsupported(f"torch {torch.__version__} has no torch.optim.{name}")
-        return getattr(torch.optim, name), [{"params": list(parts.values())}], options
+        return getattr(torch.optim, name), one_group, options
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-        return optimizer, [{"params": list(parts.values())}], {}
+        return optimizer, one_group, {}
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise invalid(
             f"optimizer is a {type(optimizer).__name__}; give a name, a class of torch.optim.Optimizer, an instance, "
             "or None"
         )
     known = inspect.signature(type(optimizer)).parameters
-    return (
-        type(optimizer),
-        _groups(optimizer, parts),
-        {name: value for name, value in optimizer.defaults.items() if name in known},
-    )
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    # Shapes alone do not tell which parameter is in which group.
+    by_name = all(isinstance(key, str) for key in parts)
+    return type(optimizer), one_group if by_name else _groups(optimizer, parts), options
 
 
 def _groups(optimizer: torch.optim.Optimizer, parts: Parts) -> list[dict[str, Any]]:
     """Each group with the options that it has; what is in no group has no state."""
-    if all(isinstance(key, str) for key in parts):
-        return [{"params": list(parts.values())}]
     groups = []
     for group in optimizer.param_groups:
         held = [parts[id(p)] for p in group["params"] if id(p) in parts]

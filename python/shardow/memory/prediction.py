@@ -30,12 +30,6 @@ _OFF: dict[str, Any] = {"bf16": False, "activation_checkpointing": False, "atten
 _ON: dict[str, Any] = {"bf16": True, "activation_checkpointing": True, "attention_weights": False}
 
 
-SHARDINGS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp")
-
-
-KEYS = ("weights", "gradients", "optimizer", "averages", "activations")
-
-
 class Usage(dict[str, Any]):
     """Bytes on one rank; printed as a table in MiB.
 
@@ -48,16 +42,15 @@ class Usage(dict[str, Any]):
     """
 
     def __str__(self) -> str:
-        rows = [(key, self[key]) for key in (*KEYS, "total", "device_peak") if key in self]
+        rows = [(key, amount) for key, amount in self.items() if key != "saves"]
         rows += [(f"saved by {name}", amount) for name, amount in self.get("saves", {}).items() if amount is not None]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {_mebibytes(amount)}" for name, amount in rows)
 
 
 def usage(**amounts: int | None) -> Usage:
-    """Of the five keys, with their total."""
-    found = {key: amounts[key] for key in KEYS}
-    return Usage(found, total=sum(amount for amount in found.values() if amount is not None))
+    """Of the five keys in their order, with their total."""
+    return Usage(amounts, total=sum(amount for amount in amounts.values() if amount is not None))
 
 
 def _mebibytes(amount: int | None) -> str:
@@ -91,7 +84,7 @@ class Layout:
 
 
 def layout_of(sharding: str, ranks: Any, shards: Any) -> Layout:
-    one_of("sharding", sharding, SHARDINGS)
+    one_of("sharding", sharding, ("plain", "ddp", "fsdp1", "fsdp2", "hsdp"))
     ranks = whole("ranks", ranks, 1)
     if sharding != "hsdp":
         if shards is not None:

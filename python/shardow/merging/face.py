@@ -112,10 +112,10 @@ def merge(
     team = Team(everybody if group is None else group, seconds(timeout))
     if kept := {_core.MERGE_KEY} & set(engine.texts(metadata)):
         raise invalid(f"metadata: {kept.pop()} is where a merge says what it was made of")
-    opened = what.open("merge()", team)
+    opened, coefficients = what.open("merge()", team)
     options = team.agree("merge()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
     report = engine.write_merged(
-        opened.inputs, out, team, formula=opened.coefficients.formula, metadata=metadata or {}, verify=bool(verify),
+        opened.inputs, out, team, formula=coefficients.formula, metadata=metadata or {}, verify=bool(verify),
         progress=progress, **options,
     )  # fmt: skip
-    return {**report, "formula": opened.coefficients.formula, "index_error": opened.coefficients.index_error}
+    return {**report, "formula": coefficients.formula, "index_error": coefficients.index_error}

@@ -56,28 +56,23 @@ def parts_of(path: Path, key: str | None) -> _core.InParts:
     if odd := [name for name in forms if not isinstance(name, str) or "\0" in name]:
         raise invalid(f"{path}: {odd[0]!r} is no name of a tensor; say where the weights are: key=")
     named = {name: (dtypes.name_of(name, dtype), list(size)) for name, (dtype, size) in forms.items()}
-    return _core.InParts(named, _Latest(path, read))
+    latest = torch.empty(0, device="cpu")  # asked for last: the engine copies from it until it asks again
+
+    def memory(name: str, element: int) -> tuple[int, int, int]:
+        """(address, first element, the one after the last)."""
+        nonlocal latest
+        latest = torch.empty(0, device="cpu")  # not both at once
+        with _gate(path):
+            tensor, begin = read(name, element)
+            latest = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return latest.data_ptr(), begin, begin + latest.numel()
+
+    return _core.InParts(named, memory)
 
 
 Forms = dict[str, tuple[torch.dtype, torch.Size]]
 #: (name, an element) -> (a packed tensor that has it, the element that it begins with)
 Read = Callable[[str, int], tuple[torch.Tensor, int]]
-
-
-class _Latest:
-    """What was asked for last stays: the engine copies from its memory until it asks for what is elsewhere."""
-
-    def __init__(self, path: Path, read: Read) -> None:
-        self._path, self._read = path, read
-        self._tensor = torch.empty(0, device="cpu")
-
-    def __call__(self, name: str, element: int) -> tuple[int, int, int]:
-        """(address, first element, the one after the last)."""
-        self._tensor = torch.empty(0, device="cpu")  # not both at once
-        with _gate(self._path):
-            read, begin = self._read(name, element)
-            self._tensor = read.detach().resolve_conj().resolve_neg().contiguous()
-        return self._tensor.data_ptr(), begin, begin + self._tensor.numel()
 
 
 def _band(element: int, size: Sequence[int], chunks: Sequence[Any]) -> tuple[int, int]:

@@ -5,7 +5,7 @@ are open.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,13 @@ Choose = Callable[["Newest"], tuple[Sequence[Part], bool]]
 
 
 @dataclass(frozen=True)
-class Opened:
-    """In the order of their coefficients."""
-
-    inputs: list[_core.MergeInput]
-    coefficients: _core.Coefficients
-    newest: Newest
-
-
-@dataclass(frozen=True)
 class Newest:
     """What the input of the latest step holds, as a file tells it: {name: (dtype, shape)}. ``inputs``: all of the
-    merge."""
+    merge, in the order of their coefficients."""
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     metadata: dict[str, str]
-    inputs: Sequence[_core.MergeInput] = ()
+    inputs: list[_core.MergeInput] = field(default_factory=list)
 
     def read(self, view: _core.TensorView) -> None:
         """Fills a view from the merged tensor of its name. Not collective."""
@@ -51,7 +42,7 @@ class Merged:
     def __repr__(self) -> str:
         return f"Merged({self.inputs})"
 
-    def open(self, what: str, team: Team) -> Opened:
+    def open(self, what: str, team: Team) -> tuple[Newest, _core.Coefficients]:
         """Collective."""
         team.same(what, {"inputs": self.inputs, "rule": repr([self._rule, self._steps, self._key])})
         found = [self._open(what, path, team) for path in self.inputs]
@@ -63,7 +54,7 @@ class Merged:
             for path, (source, _), step in zip(self.inputs, found, steps, strict=True)
         ]
         ordered, coefficients, newest = team.agree(what, lambda: _core.weigh(inputs, **self._rule))
-        return Opened(ordered, coefficients, replace(found[self.inputs.index(newest)][1], inputs=ordered))
+        return replace(found[self.inputs.index(newest)][1], inputs=ordered), coefficients
 
     def _open(self, what: str, path: str, team: Team) -> tuple[Any, Newest]:
         if team.agree(what, lambda: foreign.is_foreign(Path(path))):
@@ -74,7 +65,7 @@ class Merged:
 
     def read(self, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
         """As engine.read_chosen(), of what the merge would hold. Collective."""
-        opened = self.open("load()", team)
-        parts, strict = team.agree("load()", lambda: choose(opened.newest))
-        report = engine.read_merged(parts, opened.inputs, team, strict=strict, **options)
-        return {**report, "metadata": {**opened.newest.metadata, **report["metadata"]}}
+        newest, _ = self.open("load()", team)
+        parts, strict = team.agree("load()", lambda: choose(newest))
+        report = engine.read_into(parts, newest.inputs, team, strict=strict, **options)
+        return {**report, "metadata": {**newest.metadata, **report["metadata"]}}

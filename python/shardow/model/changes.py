@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,19 +20,14 @@ WAY_OUT = (
 )
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Found(Slot):
     """A slot, and what lies there. ``tied``: it is the tensor of a slot that was found before, or lies on the same
     memory, and ``local`` bears that slot's name."""
 
-    local: LocalTensor = field(kw_only=True)
-    adapter: Adapter = field(kw_only=True)
-    tied: bool = field(default=False, kw_only=True)
-
-    @classmethod
-    def at(cls, slot: Slot, local: LocalTensor, adapter: Adapter, tied: bool = False) -> Found:
-        held = (slot.name, slot.key, slot.recorded, slot.kind, slot.module)
-        return cls(*held, local=local, adapter=adapter, tied=tied)
+    local: LocalTensor
+    adapter: Adapter
+    tied: bool
 
     def memory(self, now: torch.Tensor | None = None) -> torch.Tensor:
         """The plain local tensor as it is now; ``now``: with that one in the slot."""

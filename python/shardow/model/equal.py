@@ -81,10 +81,10 @@ def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:
     sets: dict[str, list[int]] = {}
     for at, one in enumerate(common):
         sets.setdefault(one.ranks, []).append(at)
-    numbers = {
-        _key([common[at] for at in held]): _digest(json.dumps([sums[at] for at in held])) for held in sets.values()
+    return {
+        _key([common[at] for at in held]): int.from_bytes(_digest(json.dumps([sums[at] for at in held])), "little")
+        for held in sets.values()
     }
-    return {key: int.from_bytes(number, "little") for key, number in numbers.items()}
 
 
 def _key(common: Sequence[Common]) -> str:

@@ -16,15 +16,14 @@ from shardow.model import zero3
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.names import modules_of
+from shardow.model.slots import slots
 
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
     # Unsharded copies, which a forward without backward leaves in place, have no mesh.
     DTensorAdapter(model, form="any").reshard()
-    places = [place for module in modules_of(model) for place in (module._parameters, module._buffers) if place]
-    tensors = [tensor for place in places for tensor in place.values() if tensor is not None]
-    return group_of_tensors(model, tensors, given, Fsdp1Adapter(model))
+    return group_of_tensors(model, [slot.recorded for slot in slots(model)], given, Fsdp1Adapter(model))
 
 
 def group_of_tensors(

@@ -90,11 +90,6 @@ class HiddenAdapter:
 
     _owned: set[int]
 
-    @property
-    def is_needed(self) -> bool:
-        """The model has such parameters."""
-        return bool(self._owned)
-
     def claims(self, slot: Slot) -> bool:
         return id(slot.recorded) in self._owned
 

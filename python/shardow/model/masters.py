@@ -6,10 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardow.base.checks import unsupported
-from shardow.model.names import modules_of
 from shardow.model.parts import Held
 from shardow.model.slots import slots
 from shardow.model.zero3 import is_partitioned
@@ -41,11 +39,14 @@ def fill_masters_too(held: Held) -> None:
     """What fills ``held`` fills the masters: ZeRO-3's first, and from them the weights; others from the weights. Raises
     where it can't.
     """
-    if held.view is None or not _has_masters(held.view.model):
+    if held.view is None:
+        return
+    places = [*slots(held.view.model, "parameter")]
+    if not any(hasattr(slot.recorded, "_hp_mapping") or is_partitioned(slot.recorded) for slot in places):
         return
     at = {name: number for number, part in enumerate(held.parts) for name in held.names[part.name]}
     done = set()
-    for slot in slots(held.view.model, "parameter"):
+    for slot in places:
         number = at.get(slot.name)
         if number is None or number in done:
             continue
@@ -66,11 +67,6 @@ def fill_masters_too(held: Held) -> None:
             weights = part.flat[first : first + master.numel()]
             _refuse_unlike(slot.name, weights, master)
             held.copied.append((master, weights))
-
-
-def _has_masters(model: nn.Module) -> bool:
-    tensors = (one for module in modules_of(model) for one in module._parameters.values() if one is not None)
-    return any(hasattr(one, "_hp_mapping") or is_partitioned(one) for one in tensors)
 
 
 def _refuse_unlike(name: str, weights: torch.Tensor, master: torch.Tensor) -> None:

@@ -121,13 +121,13 @@ def _sharded_as(param: torch.Tensor, value: Any) -> Any:
 
 def _remembered(param: torch.Tensor) -> tuple[nn.Module, str] | None:
     reference, key = _origins.get(param, (lambda: None, ""))
-    module = reference()
-    return None if module is None or module._parameters.get(key) is None else (module, key)
+    return _place(reference(), key)
 
 
 def _named(modules: dict[str, nn.Module], name: str | None) -> tuple[nn.Module, str] | None:
-    if name is None:
-        return None
-    path, _, key = name.rpartition(".")
-    module = modules.get(path)
+    path, _, key = (name or "").rpartition(".")
+    return _place(modules.get(path), key)
+
+
+def _place(module: nn.Module | None, key: str) -> tuple[nn.Module, str] | None:
     return None if module is None or module._parameters.get(key) is None else (module, key)

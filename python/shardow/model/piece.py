@@ -56,7 +56,12 @@ class Piece(torch.Tensor):
         return _of_local(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _warn_of_a_part()
+        # One text, so that a whole state warns once.
+        warn(
+            "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the "
+            "other parts are lost. Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; "
+            "parts pickled on every rank load at the same world size and sharding only"
+        )
         return _rebuild, (self.local, self.region.encode())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
@@ -120,12 +125,3 @@ torch.serialization.add_safe_globals([_rebuild])
 
 def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-
-
-def _warn_of_a_part() -> None:
-    """One text, so that a whole state warns once."""
-    warn(
-        "what is being pickled is this rank's part of sharded averages, not the whole: pickled on rank 0 alone the "
-        "other parts are lost. Use EMA.save(), torch.distributed.checkpoint, or full_state_dict() on all ranks; parts "
-        "pickled on every rank load at the same world size and sharding only"
-    )

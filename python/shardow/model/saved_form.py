@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardow import _core
 from shardow.base.checks import unsupported
 from shardow.model.names import unwrapped, walk
+from shardow.model.storage import storage_key
 from shardow.model.view import ModelView
 from shardow.ranks.gather import Part
 
@@ -93,7 +94,7 @@ def saved_form(view: ModelView | None) -> SavedForm | None:
     tracer, named = _Tracer(), {}
     for local in [*view.parameters, *view.buffers]:
         own = torch.empty(list(local.region.shape), dtype=local.tensor.dtype, device="meta")
-        named[local.name], tracer.named[_memory(own)] = own, (local.name, own)
+        named[local.name], tracer.named[storage_key(own)] = own, (local.name, own)
     with tracer:
         written = loading.revert_weight_conversion(_as_built(model), dict(named))
     if written.keys() == named.keys():
@@ -135,24 +136,20 @@ class _Tracer(TorchDispatchMode):
             return torch.empty(args[1], device="meta")
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.cat.default:
-            self._joined[_memory(result)] = (result, args[0], args[1] if len(args) > 1 else 0)
+            self._joined[storage_key(result)] = (result, args[0], args[1] if len(args) > 1 else 0)
         return result
 
     def blocks(self, key: str, tensor: torch.Tensor) -> Iterator[tuple[str, _Block]]:
         """Yields (name, block) of all that the file's ``key`` is made of. Raises LookupError where that is no boxes."""
-        result, sources, along = self._joined.get(_memory(tensor), (tensor, [tensor], 0))
+        result, sources, along = self._joined.get(storage_key(tensor), (tensor, [tensor], 0))
         if (result.shape, result.stride()) != (tensor.shape, tensor.stride()):
             raise LookupError
         begin = [0] * tensor.dim()
         for source in sources:
-            name, own = self.named[_memory(source)]
+            name, own = self.named[storage_key(source)]
             yield name, _Block(key, tuple(tensor.shape), tuple(begin), tuple(source.shape), *_axes(source, own))
             if len(sources) > 1:
                 begin[along] += source.shape[along]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _axes(box: torch.Tensor, whole: torch.Tensor) -> tuple[tuple[int, ...], tuple[int | None, ...]]:

@@ -65,12 +65,7 @@ def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:
 
 def refuse_valueless(found: Iterable[Slot]) -> None:
     """On meta, or waiting for their first batch: there is nothing to average or to write in such models."""
-    valueless = [
-        (slot.name, is_lazy(slot.recorded)) for slot in found if slot.recorded.is_meta or is_lazy(slot.recorded)
-    ]
-    for what, names in (
-        ("not initialised yet", [name for name, lazy in valueless if lazy]),
-        ("on meta, without values", [name for name, lazy in valueless if not lazy]),
-    ):
-        if names:
+    valueless = [slot for slot in found if slot.recorded.is_meta or is_lazy(slot.recorded)]
+    for what, lazy in (("not initialised yet", True), ("on meta, without values", False)):
+        if names := [slot.name for slot in valueless if is_lazy(slot.recorded) == lazy]:
             raise invalid(f"{what}: {first_of(names)}; give the model its weights before making an EMA")

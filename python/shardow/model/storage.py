@@ -31,6 +31,11 @@ def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Regio
     return _core.TensorView(name, dtype, region, tensor.data_ptr(), "cuda", device.index or 0, stream)
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns what tells storages apart, those on meta too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor without values in a mapping of its own, which the system has back as soon as the tensor is gone.
     malloc() raises its threshold to what was freed last, takes the next large tensors from its heap, and keeps the

@@ -56,8 +56,11 @@ def refuse_foreign(
     """Raises where ``weights()``, as ``own`` needs them, are exchanged by a swap now, of another EMA than ``own``.
     Costs nothing where no EMA is swapped in. ``instead``: what else leads to what was wanted. ``writes``: they are
     written next, and updates in the background read them first."""
-    if writes:
-        _finish_reading(weights)
+    if writes and _read:
+        written = _addresses(weights())
+        for reader in list(_read):
+            if not written.isdisjoint(_addresses(reader.weights())):
+                reader.finish_reading()
     if not _entered:
         return
     needed = _addresses(weights())
@@ -65,16 +68,6 @@ def refuse_foreign(
         if other is not own and not needed.isdisjoint(_addresses(other.weights())):
             way_out = f"leave its swapped() first{instead and f', {instead}'}"
             raise invalid(f"{what}: an EMA has its averages in this model's memory now; {way_out}")
-
-
-def _finish_reading(weights: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """Who reads ``weights()`` in the background has done so. Costs nothing where no EMA averages there."""
-    if not _read:
-        return
-    written = _addresses(weights())
-    for one in list(_read):
-        if not written.isdisjoint(_addresses(one.weights())):
-            one.finish_reading()
 
 
 def _now() -> list[Swapping]:

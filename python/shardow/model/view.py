@@ -39,8 +39,8 @@ class ModelView:
         refuse_valueless(places)
         parameters = [slot for slot in places if slot.kind == "parameter"]
         self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
-        hidden: list[Adapter] = [one for one in (self._fsdp1, self._zero3) if one.is_needed]
-        self._adapters: tuple[Adapter, ...] = (self._dtensors, *hidden, PlainAdapter(model, group, form))
+        plain = PlainAdapter(model, group, form)
+        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._zero3, plain)
         self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
         self.watch_buffers = False
         self._found = self._collect(parameters)
@@ -65,15 +65,13 @@ class ModelView:
         found = []
         for slot in slots:
             adapter = next(one for one in self._adapters if one.claims(slot))
-            tied = known.get(id(slot.recorded))
-            if tied is not None:
-                _add_alias(tied, slot.name)
-                found.append(Found.at(slot, tied, adapter, True))
-                continue
-            local = adapter.local(slot)
+            tied = id(slot.recorded) in known
+            local = known[id(slot.recorded)] if tied else adapter.local(slot)
             if local is not None:
                 known[id(slot.recorded)] = local
-                found.append(Found.at(slot, local, adapter))
+                _add_alias(local, slot.name)
+                place = (slot.name, slot.key, slot.recorded, slot.kind, slot.module)
+                found.append(Found(*place, local=local, adapter=adapter, tied=tied))
         return found
 
     def _tie_by_memory(self) -> None:
@@ -247,7 +245,8 @@ class ModelView:
     def refuse_written(self) -> None:
         """Raises where weights were written that their shards don't have yet, and would be lost. Local; for ranks to
         agree on before any of them writes."""
-        self._zero3.refuse_written()
+        for one in self._zero3.others():
+            one.refuse_written()
 
 
 def find(

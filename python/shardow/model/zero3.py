@@ -75,10 +75,6 @@ class Zero3Adapter(HiddenAdapter):
     def reshard(self) -> None:
         pass
 
-    def refuse_written(self) -> None:
-        for one in self._locals:
-            one.refuse_written()
-
     def free(self) -> None:
         """Copies of stretches that were written since. Local."""
         gathered = [one for one in self._locals if one.shown.ds_status.name != "NOT_AVAILABLE"]

@@ -2,8 +2,8 @@
 
 Numbered, as the code below:
 
-1. rank 0 learns every rank's regions, once; it picks for each tensor the ranks whose regions cover it exactly once, and
-   tells them
+1. one rank learns every rank's regions, once; it picks for each tensor the ranks whose regions cover it exactly once,
+   and tells them, and rank 0
 2. tensor by tensor, the picked ranks send, in blocks of at most 16 MiB; rank 0 places each block
 3. rank 0 hands out the whole tensor before it makes the next: no rank ever holds two
 
@@ -27,7 +27,6 @@ from shardow.ranks.team import Team
 from shardow.ranks.transfers import begun, carrier, finish
 
 _BLOCK = 16 << 20  # bytes of one message
-_REFUSED = b"!"  # begins what rank 0 says in place of orders
 
 
 class Part(NamedTuple):
@@ -67,28 +66,18 @@ class Gatherer:
         """All of stream() on rank 0, each tensor under its name and its ``aliases``; {} elsewhere. Collective."""
         return {key: full for name, full in self.stream() if full is not None for key in (name, *aliases.get(name, ()))}
 
-    def _plan(self) -> tuple[list[list[tuple[int, _core.Region]]], list[bool]]:
+    def _plan(self) -> tuple[list[list[tuple[int, _core.Region]]], list[int]]:
         """(senders of each tensor with their regions: rank 0 only; whether this rank sends)."""
+
+        def orders(everybody: list[bytes]) -> list[bytes]:
+            gathered = [json.loads(text) for text in everybody]
+            senders = [_pick(i, part.name, gathered) for i, part in enumerate(self._parts)]
+            sends = [[int(any(rank == r for rank, _ in who)) for who in senders] for r in range(len(everybody))]
+            return [json.dumps([own, [] if r else senders]).encode() for r, own in enumerate(sends)]
+
         own = json.dumps([(part.name, part.region.encode().hex()) for part in self._parts]).encode()
-        everybody = range(self._team.size) if self._team.rank == 0 else ()
-        found = self._team.mail(self._what, {0: own}, everybody)
-        orders: dict[int, bytes] = {}
-        senders: list[list[tuple[int, _core.Region]]] = []
-        failed: Exception | None = None
-        if self._team.rank == 0:
-            try:
-                gathered = [[(name, bytes.fromhex(region)) for name, region in json.loads(one)] for one in found]
-                senders = [_pick(i, part.name, gathered) for i, part in enumerate(self._parts)]
-                orders = {r: bytes(any(rank == r for rank, _ in who) for who in senders) for r in everybody}
-            except Exception as error:
-                failed = error
-                orders = {r: _REFUSED + str(error).encode(errors="backslashreplace") for r in everybody}
-        mine = self._team.mail(self._what, orders, [0])[0]
-        if failed is not None:
-            raise failed
-        if mine.startswith(_REFUSED):
-            raise invalid(mine.removeprefix(_REFUSED).decode())
-        return senders, [bool(one) for one in mine]
+        sends, senders = json.loads(self._team.decide_each(self._what, own, orders))
+        return [[(rank, _decoded(region)) for rank, region in who] for who in senders], sends
 
     def _move(self, how: Callable[..., dist.Work | None], block: torch.Tensor, peer: int, **options: int) -> None:
         group, timeout = self._team.process_group, self._team.timeout
@@ -115,25 +104,26 @@ class Gatherer:
         return full
 
 
-def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) -> list[tuple[int, _core.Region]]:
+def _decoded(region: str) -> _core.Region:
+    return _core.Region.decode(bytes.fromhex(region))
+
+
+def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[int, str]]:
     """Ranks that together hold tensor i exactly once; ranks that hold the same as an earlier one are passed over."""
-    picked: list[tuple[int, _core.Region]] = []
-    seen: set[bytes] = set()
+    picked: dict[str, int] = {}
     for rank, parts in enumerate(gathered):
         if i >= len(parts) or parts[i][0] != name:
             there = parts[i][0] if i < len(parts) else "nothing"
             raise invalid(f"rank {rank} has {there!r} where rank 0 has {name!r}; all ranks must hold the same tensors")
-        region = _core.Region.decode(parts[i][1])
-        if region.size > 0 and parts[i][1] not in seen:
-            picked.append((rank, region))
-            seen.add(parts[i][1])
-    regions = [region for _, region in picked] or [_core.Region.decode(gathered[0][i][1])]
+        if _decoded(parts[i][1]).size > 0:
+            picked.setdefault(parts[i][1], rank)
+    regions = [*map(_decoded, picked or [gathered[0][i][1]])]
     if not _core.covers_once(regions):
         held = sum(region.size for region in regions)
         raise invalid(
             f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)"
         )
-    return picked
+    return [(rank, region) for region, rank in picked.items()]
 
 
 def _elements(itemsize: int) -> int:

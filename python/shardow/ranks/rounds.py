@@ -77,14 +77,10 @@ def raise_for(said: bytes) -> None:
 
 @dataclass(frozen=True)
 class Words:
-    """What a rank brings: ``call`` must be everybody's. ``letters``: for single ranks; ``sources``: who has one for
-    this rank.
-    """
+    """What a rank brings: ``call`` must be everybody's."""
 
     call: str
     mine: bytes
-    letters: dict[int, bytes] = field(default_factory=dict)
-    sources: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
         call = self.call.encode(errors="replace")
@@ -94,16 +90,6 @@ class Words:
     def decode(text: bytes) -> Words:
         length, _, rest = text.partition(b" ")
         return Words(rest[: int(length)].decode(), rest[int(length) :])
-
-
-@dataclass
-class Answer:
-    """What a good round gave: to all, and to this rank."""
-
-    common: bytes = b""
-    own: bytes = b""
-    everybody: list[bytes] | None = None  # where they differ
-    letters: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -118,10 +104,11 @@ class Turn:
     written: list[str] = field(default_factory=list)  # keys of this round, which others may still read
     place: int = 0  # among those of its lane, from 1 on; 0: it has not come
     common: bytes | None = None  # what the first one put behind the last verdict
-    everybody: list[bytes] | None = None  # by rank: this one is to say what they come to
+    everybody: list[bytes] | None = None  # by rank, where they differ, or this one is to say what they come to
     said: bytes | None = None  # the verdict
     is_over: bool = False  # it was good, and what lies behind it is deleted
-    answer: Answer = field(default_factory=Answer)
+    answer: bytes = b""  # what a good round gave to all
+    letter: bytes = b""  # and to this rank
 
 
 class Rounds:
@@ -137,8 +124,6 @@ class Rounds:
     def come(self, store: Connection, turn: Turn, seconds: float, timeout: float, weighs: bool) -> None:
         """(1) to (4): ends with turn.said, or where the call ``weighs`` everybody's words, with those. ``timeout``:
         what was asked for, for messages."""
-        for to, letter in turn.words.letters.items():
-            put(store, f"{turn.number}/{self._rank}/to/{to}", letter, turn.written)
         if turn.before is None:
             turn.before = self.verdict_of(store, turn.number - 1)
             # Decides for the others: this rank goes on from its beginning, and they do not.
@@ -294,7 +279,7 @@ class Rounds:
         if turn.said is None:
             return
         if is_good(turn.said):
-            turn.answer = self._answer(store, turn, body_of(turn.said))
+            self._take_answer(store, turn, body_of(turn.said))
             for key in turn.old + self._behind(turn):
                 store.delete_key(key)
             # A rank that was interrupted may end it once more: what is written stays until all have read it.
@@ -311,18 +296,14 @@ class Rounds:
         lane = [f"{turn.number}/lane/{self._rank}"] if self._rank < self._lanes else []
         return list(dict.fromkeys([*turn.old, *turn.written, *mine, *lane, *(of_all if self._rank == 0 else ())]))
 
-    def _answer(self, store: Connection, turn: Turn, body: bytes) -> Answer:
-        answer = Answer(
-            letters=get(store, [f"{turn.number}/{source}/to/{self._rank}" for source in turn.words.sources])
-        )
+    def _take_answer(self, store: Connection, turn: Turn, body: bytes) -> None:
         if body.startswith(b"#"):
-            answer.own, body = get(store, [f"{turn.number}/for/{self._rank}"])[0], body[1:]
+            turn.letter, body = get(store, [f"{turn.number}/for/{self._rank}"])[0], body[1:]
         if body.startswith(EACH_HIS):
             turn.common = body[1:]
-            answer.everybody = turn.everybody or self.everybody(store, turn, True)
+            turn.everybody = turn.everybody or self.everybody(store, turn, True)
         else:
-            answer.common = get(store, [f"{turn.number}/answer"])[0] if body == b"@" else body[1:]
-        return answer
+            turn.answer = get(store, [f"{turn.number}/answer"])[0] if body == b"@" else body[1:]
 
     def _behind(self, turn: Turn) -> list[str]:
         """(5): keys that this rank deletes when the round is over. The last verdict is not among them: a slow rank may

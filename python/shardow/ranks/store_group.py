@@ -23,7 +23,7 @@ import functools
 import operator
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import PrefixStore
 from shardow import _core, errors
 from shardow.base.checks import invalid
 from shardow.base.signals import put_off
-from shardow.ranks.rounds import Answer, Rounds, Turn, Words, as_given, failure, is_good, raise_for
+from shardow.ranks.rounds import Rounds, Turn, Words, as_given, failure, is_good, raise_for
 from shardow.ranks.store_values import Connection, clone
 from shardow.ranks.transfers import begun, carrier, finish
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
@@ -99,22 +99,16 @@ class StoreGroup(_core.Group):
     def all_gather(self, mine: bytes, seconds: float) -> list[bytes]:
         """Every rank's bytes, by rank. Raises TimeoutError on all ranks if one was not there in time, ValueError on all
         if they make different calls, ConnectionError where the store is gone, TimeoutError where it does not answer."""
-        answer = self._meet(Words("", mine), seconds, None)
-        return answer.everybody or [mine] * self.size
+        return self._meet(Words("", mine), seconds, None).everybody or [mine] * self.size
 
     def decide(self, mine: bytes, weigh: Weigh, seconds: float) -> tuple[bytes, bytes]:
         """What one of the ranks makes of everybody's bytes: an answer for all, and one for this rank. Both are empty,
         and nobody is asked, where nobody has any bytes. Errors as all_gather()'s; what ``weigh()`` raises is raised on
         all ranks."""
-        answer = self._meet(Words("", mine), seconds, weigh)
-        return answer.common, answer.own
+        turn = self._meet(Words("", mine), seconds, weigh)
+        return turn.answer, turn.letter
 
-    def mail(self, letters: Mapping[int, bytes], sources: Sequence[int], seconds: float) -> list[bytes]:
-        """Bytes for single ranks: ``letters`` by their readers, and those of ``sources`` to this rank. A round as
-        all_gather()'s, with its errors; who reads what is known to all beforehand."""
-        return self._meet(Words("", b"", dict(letters), tuple(sources)), seconds, None).letters
-
-    def _meet(self, words: Words, seconds: float, weigh: Weigh | None) -> Answer:
+    def _meet(self, words: Words, seconds: float, weigh: Weigh | None) -> Turn:
         call, seconds = self._call, max(seconds, 0.001)
         self._call = call if call.startswith(_LATER) else _LATER + call
         turn = self._next_turn(replace(words, call=call))
@@ -140,7 +134,7 @@ class StoreGroup(_core.Group):
             self._leave(turn)
         assert turn.said is not None
         raise_for(turn.said)
-        return turn.answer
+        return turn
 
     def _next_turn(self, words: Words) -> Turn:
         """Of the next round, which counts as left until _leave()."""
@@ -185,7 +179,7 @@ class StoreGroup(_core.Group):
     def _interrupted(self, turn: Turn) -> tuple[Turn, str]:
         """The others learn of it at once, if the store answers. Returns the turn, with a verdict where there is one,
         which may be good all the same; and for whom this rank waited."""
-        turn, call = replace(turn, said=None, answer=Answer()), turn.words.call
+        turn, call = replace(turn, said=None, answer=b"", letter=b""), turn.words.call
 
         def tell(store: Connection) -> list[int]:
             turn.said = self._rounds.decide(store, turn.number, self._interruption(call))
@@ -253,8 +247,11 @@ class StoreGroup(_core.Group):
         if len(mine) >= _MANY and self.moves_blocks:
             mine[:] = self._along_a_tree(mine, op, combine, seconds)
         else:
-            everybody = self.decide(bytes(values), lambda words: (_combined(words, combine), ()), seconds)[0]
-            mine[:] = np.frombuffer(everybody, dtype=np.uint64)
+
+            def total(words: list[bytes]) -> tuple[bytes, Sequence[bytes]]:
+                return functools.reduce(combine, (np.frombuffer(one, dtype=np.uint64) for one in words)).tobytes(), ()
+
+            mine[:] = np.frombuffer(self.decide(bytes(values), total, seconds)[0], dtype=np.uint64)
 
     def _along_a_tree(self, mine: np.ndarray[Any, Any], op: str, combine: Any, seconds: float) -> np.ndarray[Any, Any]:
         """Begins with a round, in which a rank that is late does no harm to the process group, and ends with one: who
@@ -316,18 +313,16 @@ class StoreGroup(_core.Group):
             )[0]
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:
-        self._check_peer(to)
-        self._move(lambda: dist.isend(_tensor(data), group_dst=to, group=self._process_group(), tag=self._tag), seconds)
+        self._pass(dist.isend, data, seconds, group_dst=to)
 
     def recv(self, data: memoryview, source: int, seconds: float) -> None:
-        self._check_peer(source)
-        self._move(
-            lambda: dist.irecv(_tensor(data), group_src=source, group=self._process_group(), tag=self._tag), seconds
-        )
+        self._pass(dist.irecv, data, seconds, group_src=source)
 
-    def _check_peer(self, peer: int) -> None:
-        if peer == self.rank or not 0 <= peer < self.size:
-            raise invalid(f"rank {self.rank} of {self.size} has no block for rank {peer}, and gets none from it")
+    def _pass(self, how: Callable[..., dist.Work | None], data: memoryview, seconds: float, **peer: int) -> None:
+        (rank,) = peer.values()
+        if rank == self.rank or not 0 <= rank < self.size:
+            raise invalid(f"rank {self.rank} of {self.size} has no block for rank {rank}, and gets none from it")
+        self._move(lambda: how(_tensor(data), group=self._process_group(), tag=self._tag, **peer), seconds)
 
     def next_tag(self) -> int:
         """For messages of one call among all that this group makes; the same on every rank."""
@@ -343,11 +338,6 @@ def _connection() -> Any:
     # Raises at once where the host is gone; a new connection would be tried until torch's own timeout.
     store.check(["shardow"])
     return clone(store)
-
-
-def _combined(words: list[bytes], combine: Any) -> bytes:
-    total: np.ndarray[Any, Any] = functools.reduce(combine, (np.frombuffer(one, dtype=np.uint64) for one in words))
-    return total.tobytes()
 
 
 def _refuse(words: list[bytes]) -> tuple[bytes, Sequence[bytes]]:

@@ -67,10 +67,6 @@ def behind(timeout: float) -> float:
     return min(0.25 * timeout, 2.0)
 
 
-def narrower(source: torch.dtype, here: torch.dtype) -> torch.dtype:
-    return source if source.itemsize < here.itemsize else here
-
-
 class _Side:
     """One rank's end. ``tag`` keeps what a failed stream has left on the way apart from the next one."""
 

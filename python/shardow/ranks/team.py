@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -73,19 +73,13 @@ class Team:
 
     def same_updates(self, what: str, updates: int) -> None:
         """Raises where averages of different ages would come together. Collective."""
-
-        def compare(everybody: list[bytes]) -> bytes:
-            counts = [int(one) for one in everybody]
-            if len(set(counts)) == 1:
-                return b""
+        counts = [int(count) for count in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates]
+        if min(counts) != max(counts):
             raise invalid(
                 f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others "
                 f"{max(counts)}; call update() on every rank after each step (not under `if rank == 0`), or load the "
                 "last state on all of them"
             )
-
-        if self.size > 1:
-            self.decide(what, b"%d" % updates, compare)
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
@@ -110,6 +104,13 @@ class Team:
         assert isinstance(group, StoreGroup)
         return self.step(what, lambda: group.decide(mine, lambda everybody: (weigh(everybody), ()), self.timeout)[0])
 
+    def decide_each(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """decide(), where ``weigh()`` makes bytes for each rank: this rank's."""
+        group = self.group
+        if not isinstance(group, StoreGroup):
+            return weigh([mine])[0]
+        return self.step(what, lambda: group.decide(mine, lambda everybody: (b"", weigh(everybody)), self.timeout)[1])
+
     def broadcast(
         self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
@@ -123,15 +124,6 @@ class Team:
             work = begun(lambda: dist.broadcast(moved, group_src=0, group=self.process_group, async_op=True), otherwise)
             finish(work, self.timeout, otherwise)
         return moved.to(device)
-
-    def mail(self, what: str, letters: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
-        """gather() for single ranks: ``letters`` by the rank that reads them; returns those of ``sources`` to this
-        rank.
-        """
-        group = self.group
-        if not isinstance(group, StoreGroup):
-            return [letters[source] for source in sources]
-        return self.step(what, lambda: group.mail(letters, sources, self.timeout))
 
     def step(self, what: str, meet: Callable[[], T]) -> T:
         """``meet()``, in which the ranks meet, as a step of ``what``. Collective."""

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 from shardow.base.signals import waited
 
@@ -29,47 +29,10 @@ class Left(BaseException):
         self.cause = cause
 
 
-class _Job(Generic[T]):
-    def __init__(self, fn: Callable[[], T]) -> None:
-        self._fn = fn
-        self._answer: list[T] = []
-        self._error: BaseException | None = None
-        self.over = threading.Event()
-
-    def do(self) -> None:
-        try:
-            self._answer.append(self._fn())
-        except BaseException as error:
-            self._error = error
-        self.over.set()
-
-    def answer(self) -> T:
-        try:
-            if self._error is not None:
-                raise self._error
-            return self._answer[0]
-        finally:
-            self._error = None  # an exception and its traceback would keep each other alive
-
-
-class _Helper:
-    """One thread; ends after what it was left with."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="shardow waits", daemon=True).start()
-
-    def give(self, job: _Job[Any] | None) -> None:
-        self._jobs.put(job)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.do()
-            del job
-
-
+_Jobs = queue.SimpleQueue[Callable[[], None] | None]  # of one thread, which ends at None
 _MOST_IDLE = 4
-_idle: deque[_Helper] = deque()
+#: The interpreter starts no thread at its end, when a save in the background may still have rounds (CPython from 3.12).
+_idle: deque[_Jobs] = deque()
 os.register_at_fork(after_in_child=_idle.clear)  # a child has none of these threads
 
 
@@ -82,21 +45,40 @@ def wait_for(fn: Callable[[], T], seconds: float) -> T:
     """fn() on a thread of its own. Raises Overdue after ``seconds``, or Left at a signal, and leaves fn() to itself
     then.
     """
-    helper, job = _free(), _Job(fn)
-    helper.give(job)
+    answers: list[T] = []
+    failures: list[BaseException] = []
+    ended, jobs = threading.Event(), _free()
+
+    def run() -> None:
+        try:
+            answers.append(fn())
+        except BaseException as error:
+            failures.append(error)
+        ended.set()
+
+    jobs.put(run)
     try:
-        over = waited(job.over, min(max(seconds, 0.0), threading.TIMEOUT_MAX))
+        in_time = waited(ended, min(max(seconds, 0.0), threading.TIMEOUT_MAX))
     except BaseException as error:
-        helper.give(None)
+        jobs.put(None)
         raise Left(error) from None
-    if not over:
-        helper.give(None)
+    _idle.append(jobs) if in_time and len(_idle) < _MOST_IDLE else jobs.put(None)
+    if not in_time:
         raise Overdue
-    helper.give(None) if len(_idle) >= _MOST_IDLE else _idle.append(helper)
-    return job.answer()
+    if failures:
+        raise failures.pop()  # an exception and its traceback would keep each other alive
+    return answers[0]
 
 
-def _free() -> _Helper:
+def _free() -> _Jobs:
     with contextlib.suppress(IndexError):
         return _idle.pop()
-    return _Helper()
+    jobs: _Jobs = queue.SimpleQueue()
+    threading.Thread(target=_work, args=(jobs,), name="shardow waits", daemon=True).start()
+    return jobs
+
+
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job

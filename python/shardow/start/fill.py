@@ -23,7 +23,7 @@ from shardow.model.parts import Held, values_in_file
 from shardow.model.saved_form import saved_form
 from shardow.ranks.gather import Part, take
 from shardow.ranks.store_group import store_group
-from shardow.ranks.stream import Client, Fill, Server, Want, behind, narrower
+from shardow.ranks.stream import Client, Fill, Server, Want, behind
 from shardow.ranks.team import Team
 
 State = Mapping[str, torch.Tensor]
@@ -50,60 +50,44 @@ class Job:
 def from_file(job: Job, path: StrPath | Merged, check_only: bool = False) -> dict[str, Any]:
     """Each rank reads its own bytes. Raises where something does not fit, and changes nothing then. ``check_only``:
     reads nothing either."""
-    choice: list[_Choice] = []
+    lists: dict[str, list[str]] = {}  # of the report
+    plain: dict[str, Any] = {}
+    owners: Mapping[str, list[str]]
+    extra: FromFile
 
-    def choose(found: _core.Checkpoint | Newest) -> tuple[list[Part], bool]:
-        choice[:] = [_choose(job, found, str(path))]
-        return choice[0].parts, choice[0].strict
+    def choose(source: _core.Checkpoint | Newest) -> tuple[list[Part], bool]:
+        nonlocal lists, plain, owners, extra
+        held, owners, keys = _matched(job, source.tensors, str(path))
+        absent = {owner for part in held.parts if part.name not in keys for owner in owners.get(part.name, [part.name])}
+        lacking = absent.intersection(job.wanted)
+        if not job.strict:
+            _refuse_lacking(job, [name for name in job.wanted if name in lacking])
+        refuse_untied(held, keys, source.tensors, partial(engine.read_part, source.read))
+        extra = FromFile(job.held.extra, source)
+        _refuse_other_extra(job, extra.values, extra.unexpected)
+        plain = values_in_file(source.metadata)
+        if job.strict:
+            named = compare(dict.fromkeys(job.held.values), dict.fromkeys(plain))
+            named.refuse(f"{path}: plain values", "the file", hint="strict=False takes the rest")
+        plain = {name: plain[name] for name in job.held.values if name in plain}
+
+        def wants(part: Part) -> bool:
+            names = owners.get(part.name, [part.name])
+            return absent.isdisjoint(names) if part.name in keys else not lacking.isdisjoint(names)
+
+        parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts if wants(part)]
+        surplus = unexpected(held, keys, [key for key in source.tensors if key not in extra.keys])
+        kept = [part.name for part in job.held.parts if part.name in absent and part.name not in lacking]
+        lists = {"unexpected": [*surplus, *extra.unexpected], "kept": kept}
+        # Where something does not fit the engine lists it, which knows one name of each tensor.
+        return [*parts, *extra.parts], job.strict and bool(lacking or surplus)
 
     read = path.read if isinstance(path, Merged) else partial(engine.read_chosen, path)
     report = read(choose, job.team, verify=job.verify, progress=job.progress, check_only=check_only)
-    extra, owners = choice[0].extra, choice[0].owners
-    lacking = dict.fromkeys(owner for name in report["missing"] for owner in owners.get(name, [name]))
-    missing = [*lacking, *(name for name in job.held.values if name not in choice[0].plain)]
-    job.held.values = choice[0].plain
-    told = {**report, "missing": missing, "unexpected": [*choice[0].surplus, *extra.unexpected], "kept": choice[0].kept}
-    return _with_extra(job, extra.values, told)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What this rank reads of a file. ``strict``: the engine, which knows one name of each tensor, lists what does not
-    fit.
-    """
-
-    parts: list[Part]
-    strict: bool
-    surplus: list[str]
-    kept: list[str]
-    extra: FromFile
-    plain: dict[str, Any]
-    owners: Mapping[str, list[str]]
-
-
-def _choose(job: Job, source: _core.Checkpoint | Newest, where: str) -> _Choice:
-    held, owners, keys = _matched(job, source.tensors, where)
-    absent = {owner for part in held.parts if part.name not in keys for owner in owners.get(part.name, [part.name])}
-    lacking = absent.intersection(job.wanted)
-    if not job.strict:
-        _refuse_lacking(job, [name for name in job.wanted if name in lacking])
-    refuse_untied(held, keys, source.tensors, partial(engine.read_part, source.read))
-    extra = FromFile(job.held.extra, source)
-    _refuse_other_extra(job, extra.values, extra.unexpected)
-    plain = values_in_file(source.metadata)
-    if job.strict:
-        named = compare(dict.fromkeys(job.held.values), dict.fromkeys(plain))
-        named.refuse(f"{where}: plain values", "the file", hint="strict=False takes the rest")
-    plain = {name: plain[name] for name in job.held.values if name in plain}
-
-    def wants(part: Part) -> bool:
-        names = owners.get(part.name, [part.name])
-        return absent.isdisjoint(names) if part.name in keys else not lacking.isdisjoint(names)
-
-    parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts if wants(part)]
-    surplus = unexpected(held, keys, [key for key in source.tensors if key not in extra.keys])
-    kept = [part.name for part in job.held.parts if part.name in absent and part.name not in lacking]
-    return _Choice([*parts, *extra.parts], job.strict and bool(lacking or surplus), surplus, kept, extra, plain, owners)
+    missing = dict.fromkeys(owner for name in report["missing"] for owner in owners.get(name, [name]))
+    lists["missing"] = [*missing, *(name for name in job.held.values if name not in plain)]
+    job.held.values = plain
+    return _with_extra(job, extra.values, {**report, **lists})
 
 
 def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Mapping[str, list[str]], dict[str, str]]:
@@ -148,8 +132,9 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     def compared() -> tuple[dict[str, Any], list[Fill]]:
         keys, report = _compared(job, forms, extra, given)
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
-        wants = [Want(key, part.region.encode(), narrower(forms[key].dtype, part.flat.dtype)) for part, key in found]
-        return report, [Fill(part, want) for (part, _), want in zip(found, wants, strict=True)]
+        narrower = [min(part.flat.dtype, forms[key].dtype, key=lambda dtype: dtype.itemsize) for part, key in found]
+        each = zip(found, narrower, strict=True)
+        return report, [Fill(part, Want(key, part.region.encode(), dtype)) for (part, key), dtype in each]
 
     report, fills = team.agree(job.what, compared)
     device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))

@@ -32,6 +32,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardow.model.storage import storage_key
+
 MOST = 8 << 20  # bytes of a tensor that is kept as it is
 PATTERN = 0xAA  # of bytes that nobody wrote: -3e-13 in float32
 _KEY = "_shardow_recorded"  # of a module's dict
@@ -144,16 +146,16 @@ class Recorder(TorchFunctionMode):
 
     def watch(self, tensor: torch.Tensor, record: Record, module: nn.Module | None = None) -> None:
         record.tensor = id(tensor)
-        known = self._by_storage.get(_address(tensor))
+        known = self._by_storage.get(storage_key(tensor))
         modules = [*(known[2] if known else []), *([module] if module is not None else [])]
-        self._by_storage[_address(tensor)] = (tensor, record, modules)
+        self._by_storage[storage_key(tensor)] = (tensor, record, modules)
 
     def register(self, module: nn.Module, key: str, given: torch.Tensor, now: torch.Tensor) -> None:  # (1)
         """``given`` has become ``now``, on meta, in the module."""
-        known = self._by_storage.get(_address(now))
+        known = self._by_storage.get(storage_key(now))
         record = known[1] if known is not None else Record(id(now), now.numel())
-        if known is None and _address(now) in self._computed:
-            record.made = [Call(torch.Tensor.copy_, problem=f"{self._computed[_address(now)][1]} of a tensor on meta")]
+        if known is None and (computed := self._computed.get(storage_key(now))):
+            record.made = [Call(torch.Tensor.copy_, problem=f"{computed[1]} of a tensor on meta")]
         elif known is None and not given.is_meta and not without_values(given):
             record.made = [_kept(given)]
         module.__dict__.setdefault(_KEY, {})[key] = record
@@ -163,7 +165,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name, caller = getattr(func, "__name__", ""), sys._getframe(1)
         tensors = _on_meta((args, kwargs))
-        before = [(tensor._version, _address(tensor)) for tensor in tensors]
+        before = [(tensor._version, storage_key(tensor)) for tensor in tensors]
         result = func(*args, **kwargs)
         if name in _EMPTY:
             _mark(result)
@@ -173,16 +175,16 @@ class Recorder(TorchFunctionMode):
         for tensor, (version, address) in zip(tensors, before, strict=True):
             if is_init or tensor._version != version:
                 self._written(tensor, func, name, args, kwargs, tensor._version != version)
-            if _address(tensor) != address and (known := self._by_storage.get(address)):  # .data was assigned
+            if storage_key(tensor) != address and (known := self._by_storage.get(address)):  # .data was assigned
                 if caller.f_code is not nn.Module._apply.__code__:  # which casts
                     known[1].made, known[1].calls, known[1].reset = [_ASSIGNED], [], False
-                self._by_storage.setdefault(_address(tensor), known)
+                self._by_storage.setdefault(storage_key(tensor), known)
         if any(address in self._by_storage or address in self._computed for _, address in before):
-            self._computed.update({_address(made): (made, name) for made in _on_meta(result)})
+            self._computed.update({storage_key(made): (made, name) for made in _on_meta(result)})
         return result
 
     def _written(self, target: torch.Tensor, func: Any, name: str, args: Any, kwargs: Any, writes: bool) -> None:
-        known = self._by_storage.get(_address(target))
+        known = self._by_storage.get(storage_key(target))
         if known is None:
             return
         _, record, modules = known
@@ -215,7 +217,7 @@ class Recorder(TorchFunctionMode):
                 if value.nbytes > MOST:
                     problems.append(f"{name} with a tensor of {value.nbytes >> 20} MiB, more than meta_init() keeps")
                 return value.detach().clone() if not problems else None
-            known = self._by_storage.get(_address(value))
+            known = self._by_storage.get(storage_key(value))
             if known is None or known[1] is not record:
                 problems.append(f"{name} with a tensor that is on meta itself")
                 return None
@@ -223,11 +225,6 @@ class Recorder(TorchFunctionMode):
 
         arguments = tree_map(keep, (tuple(args), dict(kwargs)))
         return Call(func, arguments, problems[0] if problems else None, whole)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Returns what tells storages apart."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _on_meta(tree: Any) -> list[torch.Tensor]:

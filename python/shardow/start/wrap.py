@@ -85,10 +85,12 @@ def wrap(
         to_meta(model)
         if optimizer is not None and bindings is not None:
             origins.bind(optimizer, bindings)  # it would keep the whole model
+    if isinstance(mixed_precision, torch.dtype):
+        mixed_precision = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
-        "mp_policy": _policy(mixed_precision),
+        "mp_policy": mixed_precision or MixedPrecisionPolicy(),
     }
     team.agree("wrap()", lambda: _shard([*chosen, model], options))
     if from_memory or source is not None:
@@ -137,12 +139,6 @@ def _checked(
     origins.remember_all(model)
     bindings = None if optimizer is None else origins.bindings(optimizer, model)
     return chosen, bindings, own_weights(model) if has_weights else None
-
-
-def _policy(mixed_precision: MixedPrecisionPolicy | torch.dtype | None) -> MixedPrecisionPolicy:
-    if isinstance(mixed_precision, torch.dtype):
-        return MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
-    return mixed_precision or MixedPrecisionPolicy()
 
 
 def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:

@@ -17,8 +17,8 @@ from benchmarks.paths import Counts, measured
 RECORDED = {
     "EMA(), fsdp2": Counts(4, 33, 32),
     "update(), fsdp2": Counts(0, 0, 13),
-    "full_state_dict(), fsdp2": Counts(6, 58, 30),
-    "swapped(), in, fsdp2": Counts(4, 37, 22),
+    "full_state_dict(), fsdp2": Counts(5, 46, 30),
+    "swapped(), in, fsdp2": Counts(4, 38, 22),
     "swapped(), out, fsdp2": Counts(1, 11, 17),
     "EMA.save(), fsdp2": Counts(15, 145, 25),
     "EMA.load(), fsdp2": Counts(10, 101, 18),
@@ -27,7 +27,7 @@ RECORDED = {
     "materialize(), fsdp2": Counts(7, 72, 36),
     "merge(), fsdp2": Counts(24, 231, 17),
     "Checkpoints.save().wait(), fsdp2": Counts(20, 204, 43),
-    "Checkpoints.restore(), fsdp2": Counts(31, 315, 43),
+    "Checkpoints.restore(), fsdp2": Counts(29, 296, 43),
     "swapped(), in, ddp": Counts(5, 44, 25),
     "swapped(), out, ddp": Counts(2, 18, 20),
 }

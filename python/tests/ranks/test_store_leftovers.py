@@ -56,7 +56,7 @@ def odd_round(group: Emulated, kind: int, victim: bool) -> None:
         time.sleep(0.3 if victim else 0.0)
         group.all_gather(b"%d" % group.rank, 0.05)
     elif kind == 7:
-        group.mail({(group.rank + 1) % group.size: b"x" * 100}, [(group.rank - 1) % group.size], TIMEOUT)
+        group.decide(b"x" * 100, lambda words: (b"", words), TIMEOUT)
     elif kind == 8:
         group.all_gather(b"%d" % group.rank * (5 << 20 if victim else 1), TIMEOUT)
     else:

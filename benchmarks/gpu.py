@@ -9,7 +9,6 @@ The limit is a device copy that moves as many bytes.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 import tempfile
@@ -52,7 +51,6 @@ def main() -> int:
 def _first() -> None:
     """Prints the seconds of the first EMA of a process, for which the kernels are compiled, and of the second."""
     models = [nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    torch.cuda.synchronize()
     first, second = (seconds_of(lambda model=model: shardow.EMA(model, 0.9).update()) for model in models)  # type: ignore[misc]
     print(f"first EMA and update of a process {first:.2f} s, second {1e3 * second:.2f} ms")
 
@@ -115,8 +113,8 @@ def _as_timm(model: nn.Module) -> Step:
 def _on_host(rounds: int) -> None:
     """A training step with averages on the host: of host time and the device's together, a burst of steps at a time."""
     none, own, device = "no averages", 'shardow, device="cpu"', "shardow on the device"
-    make = functools.partial(Training, 4096, 16, 8192, device="cuda", dtype=torch.bfloat16)
-    trainings = {name: make() for name in (none, own, device, TIMM)}
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    trainings = {name: Training(4096, 16, 8192, **kind) for name in (none, own, device, TIMM)}
     ema = shardow.EMA(trainings[own].model, DECAYS[0], device="cpu", optimizer=trainings[own].optimizer)
     shardow.EMA(trainings[device].model, DECAYS[0], optimizer=trainings[device].optimizer)
     trainings[TIMM].after = _as_timm(trainings[TIMM].model)

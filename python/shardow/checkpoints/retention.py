@@ -8,6 +8,7 @@ opened: one that takes its place meanwhile keeps its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import stat
@@ -46,9 +47,17 @@ def retire(directory: Path, just_saved: int, keep: int, keep_every: int | None) 
 
 def _is_whole(at: Path) -> bool:
     try:
-        return manifest.whole(at) is not None
+        files = [(entry.name, entry.stat()) for entry in os.scandir(at)]
+        marks = frozenset((name, facts.st_ino, facts.st_size, facts.st_mtime_ns) for name, facts in files)
+        return _was_whole(at, marks)
     except (errors.Error, OSError):
         return False
+
+
+@functools.lru_cache(4096)
+def _was_whole(at: Path, marks: frozenset[object]) -> bool:
+    """Opens a step once, while its files stay what they are."""
+    return manifest.whole(at) is not None
 
 
 def _remove(at: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 
 import shardow
 from shardow import _core
+from shardow.checkpoints import manifest
 
 
 def save(checkpoints: shardow.Checkpoints, *steps: int) -> None:
@@ -52,6 +53,16 @@ def test_the_newest_stay_and_multiples(
     assert there(tmp_path) == expected
     assert [step_of(checkpoints, step) for step in expected] == expected
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("step-")] == []
+
+
+def test_a_save_opens_no_kept_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=6)
+    save(checkpoints, *range(8))
+    opened: list[Path] = []
+    whole = manifest.whole
+    monkeypatch.setattr(manifest, "whole", lambda at: [opened.append(at), whole(at)][1])
+    save(checkpoints, 8, 9)
+    assert len(opened) <= 2, "of six that stay"
 
 
 def test_asynchronous_saves_retire_too(tmp_path: Path) -> None:

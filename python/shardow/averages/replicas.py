@@ -29,7 +29,7 @@ class _Step:
     buffers: list[torch.Tensor] = field(default_factory=list)
 
     def kinds(self) -> list[tuple[torch.dtype, torch.device, int]]:
-        """Of its buffers: one a member, and the last one is sent."""
+        """Returns (dtype, device, number) of each buffer: a buffer for each member, and the last, which is sent."""
         first = self.pieces[0][0]
         return [(first.dtype, first.device, at) for at in range(len(self.pieces) + 1)]
 

@@ -1,7 +1,9 @@
 """A collective verb takes no more rounds, calls of the store and files of shardow than it did: ranks wait in each
 round, and a reader walks through each file.
 
-The numbers are those of ``python -m benchmarks.paths``.
+The numbers are those of ``python -m benchmarks.paths``. Rounds and files are the same each time. Calls of the store
+are not: which rank comes first to a round decides whose words are read again, so a call for each round may come beside
+those recorded. One more of every rank is twice as many, and is noticed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def wrong(counts: dict[str, Counts]) -> list[str]:
     for verb, recorded in RECORDED.items():
         for what in ("rounds", "operations", "files"):
             current, before = getattr(counts[verb], what), getattr(recorded, what)
-            if current > before:
+            by_chance = recorded.rounds if what == "operations" else 0
+            if current > before + by_chance:
                 sentences.append(f"{verb}: {current} {what}, {before} are recorded. {MEANT}")
             elif current < before and what == "rounds":
                 sentences.append(f"{verb}: {current} rounds in place of {before}. Lower its numbers in RECORDED")
@@ -64,6 +67,12 @@ def test_verbs_take_no_more_rounds_calls_and_files_than_recorded() -> None:
 
 def test_what_was_late_once_counts_by_the_other_attempt() -> None:
     assert least(Counts(4, 34, 32), Counts(4, 33, 33)) == Counts(4, 33, 32)
+
+
+def test_who_comes_first_changes_a_call_for_each_round() -> None:
+    rounds, operations, files = astuple(RECORDED["load(), fsdp2"])
+    assert wrong({**RECORDED, "load(), fsdp2": Counts(rounds, operations + rounds, files)}) == []
+    assert wrong({**RECORDED, "load(), fsdp2": Counts(rounds, operations + 2 * rounds, files)}) != []
 
 
 def test_each_number_that_changed_is_named() -> None:

@@ -1,8 +1,7 @@
 # One test program per layer, from the foo_test.cc files that stand beside its sources.
 find_package(GTest REQUIRED)
 include(GoogleTest)
-# Tests are quicker to compile at -O1, and what they test is the engine as it is installed. Simulated ranks and devices, which compute for long, are
-# compiled as the engine is.
+# Tests, simulated ranks and devices are quicker to compile at -O1, and as quick to run; what they test is the engine as it is installed.
 add_library(test_options INTERFACE)
 target_link_libraries(test_options INTERFACE shardow_options)
 target_compile_options(test_options INTERFACE $<$<AND:$<CONFIG:Release>,$<COMPILE_LANGUAGE:CXX>>:-O1>)
@@ -54,6 +53,7 @@ endif()
 add_library(fake_kernels SHARED tests/cuda/twins.cc)
 # Registers are copied whole, also where the last group loaded none that follow.
 target_compile_options(fake_kernels PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
+target_link_libraries(fake_kernels PRIVATE test_options)
 add_library(fake_driver SHARED tests/cuda/control.cc tests/cuda/driver.cc tests/cuda/emulation.cc)
 target_link_libraries(fake_driver PRIVATE fake_kernels)
 add_library(fake_nvrtc SHARED tests/cuda/nvrtc.cc)
@@ -96,6 +96,8 @@ add_dependencies(kernels_test fake_driver fake_nvrtc)
 add_executable(simulate_test tests/simulate/simulate_test.cc tests/simulate/explore_test.cc tests/simulate/run.cc tests/simulate/simulation.cc tests/simulate/world.cc tests/simulate/world_disk.cc
                tests/simulate/late_store.cc tests/simulate/trained_state.cc tests/simulate/trainer.cc tests/simulate/training_run.cc)
 target_include_directories(simulate_test PRIVATE src tests/simulate)
-target_link_libraries(simulate_test PRIVATE shardow shardow_options fmt::fmt GTest::gtest_main Threads::Threads)
+target_link_libraries(simulate_test PRIVATE shardow test_options fmt::fmt GTest::gtest_main Threads::Threads)
 add_test(NAME simulate COMMAND simulate_test)
+# Each simulated run takes megabytes anew: they stay the process's.
+set_tests_properties(simulate PROPERTIES ENVIRONMENT "MALLOC_MMAP_THRESHOLD_=4294967296;MALLOC_TRIM_THRESHOLD_=4294967296")
 

@@ -3,12 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <functional>
 #include <random>
 #include <set>
+#include <span>
 #include <thread>
 
 #include "base/folder_fixture.h"
@@ -91,24 +93,44 @@ inline Region whole(const Shape& shape, int, int) {
 
 inline int version = 0;  ///< of all values
 
-/// The byte at this place of the global tensor.
-inline std::byte value(const Spec& spec, int64_t byte) {
-  if (spec.dtype == DType::kBool) return static_cast<std::byte>(byte % 2);
-  return static_cast<std::byte>((byte * 31 + static_cast<int64_t>(spec.name.size()) * 7 + byte / 251 + version) % 127);
+/// Writes a tensor's bytes from its global byte `begin` on. They depend on their place, the tensor's name and the version.
+inline void fill(const Spec& spec, int64_t begin, std::span<std::byte> bytes) {
+  static const std::vector<std::byte> pattern = [] {
+    std::vector<std::byte> period;
+    for (int64_t at = 0; at < 251 * 127; ++at) period.push_back(static_cast<std::byte>((at * 31 + at / 251) % 127));
+    return period;
+  }();
+  if (spec.dtype == DType::kBool) {
+    for (std::byte& byte : bytes) byte = static_cast<std::byte>(begin++ % 2);
+    return;
+  }
+  size_t at = static_cast<size_t>(begin) + spec.name.size() * 7 + static_cast<size_t>(version);
+  while (!bytes.empty()) {
+    const auto rest = std::span(pattern).subspan(at % pattern.size());
+    const size_t count = std::min(rest.size(), bytes.size());
+    std::copy_n(rest.begin(), count, bytes.begin());
+    bytes = bytes.subspan(count);
+    at += count;
+  }
 }
 
-inline std::vector<Held> hold(const Sharding& sharding, int rank, int ranks, bool filled) {
+inline std::vector<Held> hold(const std::vector<Spec>& specs, const Sharding& sharding, int rank, int ranks,
+                              bool filled) {
   std::vector<Held> held;
-  for (const Spec& spec : kSpecs) {
+  for (const Spec& spec : specs) {
     Held& one = held.emplace_back(spec.name, spec.dtype, sharding(spec.shape, rank, ranks));
     const int64_t size = dtype_bits(spec.dtype) / 8;
     if (!filled) continue;
     one.view.region.for_each_run([&](const Run& run) {
-      for (int64_t i = 0; i < run.length * size; ++i)
-        one.memory[static_cast<size_t>(run.local_begin * size + i)] = value(spec, run.global_begin * size + i);
+      fill(spec, run.global_begin * size,
+           std::span(one.memory)
+               .subspan(static_cast<size_t>(run.local_begin * size), static_cast<size_t>(run.length * size)));
     });
   }
   return held;
+}
+inline std::vector<Held> hold(const Sharding& sharding, int rank, int ranks, bool filled) {
+  return hold(kSpecs, sharding, rank, ranks, filled);
 }
 
 inline std::vector<TensorView> views_of(std::vector<Held>& held) {

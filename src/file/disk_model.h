@@ -309,16 +309,7 @@ inline fs::path target(const Way& way) {
 
 /// Of the global `version`.
 inline std::vector<Held> values(const std::vector<Spec>& specs, const Sharding& sharding, int rank, int ranks) {
-  std::vector<Held> held;
-  for (const Spec& spec : specs) {
-    Held& one = held.emplace_back(spec.name, spec.dtype, sharding(spec.shape, rank, ranks));
-    const int64_t size = dtype_bits(spec.dtype) / 8;
-    one.view.region.for_each_run([&](const shardow::Run& run) {
-      for (int64_t i = 0; i < run.length * size; ++i)
-        one.memory[static_cast<size_t>(run.local_begin * size + i)] = value(spec, run.global_begin * size + i);
-    });
-  }
-  return held;
+  return hold(specs, sharding, rank, ranks, true);
 }
 
 /// Collective. The storage is as the way has it for every Recorder.

@@ -14,7 +14,7 @@ namespace {
 
 std::vector<std::byte> values_of(const Spec& spec) {
   std::vector<std::byte> bytes(static_cast<size_t>(Region::whole(spec.shape).size() * dtype_bits(spec.dtype) / 8));
-  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = value(spec, static_cast<int64_t>(i));
+  fill(spec, 0, bytes);
   return bytes;
 }
 

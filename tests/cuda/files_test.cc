@@ -24,18 +24,12 @@ std::vector<TensorView> on_device(std::vector<TensorView> views) {
   return views;
 }
 
-/// What hold() gives without what is not cast, and a tensor of several chunks.
+/// kSpecs without what is not cast, and a tensor of several chunks.
 std::vector<Held> hold_much(const Sharding& sharding, int rank, int ranks, bool filled) {
-  std::vector<Held> held = hold(sharding, rank, ranks, filled);
-  std::erase_if(held, [](const Held& one) { return one.view.dtype == DType::kF8E4M3; });
-  const Spec wide{"wide", DType::kF32, {5000, 1501}};
-  Held& one = held.emplace_back(wide.name, wide.dtype, sharding(wide.shape, rank, ranks));
-  if (!filled) return held;
-  one.view.region.for_each_run([&](const Run& run) {
-    for (int64_t i = 0; i < run.length * 4; ++i)
-      one.memory[static_cast<size_t>(run.local_begin * 4 + i)] = value(wide, run.global_begin * 4 + i);
-  });
-  return held;
+  std::vector<Spec> specs = kSpecs;
+  std::erase_if(specs, [](const Spec& spec) { return spec.dtype == DType::kF8E4M3; });
+  specs.push_back({"wide", DType::kF32, {5000, 1501}});
+  return hold(specs, sharding, rank, ranks, filled);
 }
 
 TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
@@ -125,11 +126,13 @@ void expect_equals_reference(const std::vector<Problem>& problems, const Step& s
 }
 
 TEST_F(Cuda, UpdateEqualsReferenceForEveryPairFormAndNumberOfAverages) {
+  const bool all = std::getenv("SHARDOW_ALL") != nullptr;
   Random random(1);
   for (const Pair& pair : all_pairs()) {
     for (const Form form : kForms) {
       for (const double weight : {1e-6, 1e-3, 0.3, 0.5, 0.9}) {
         for (const int num_averages : {1, 2, 3, 8}) {
+          if (!all && random() % 2 == 0) continue;  // a fake device computes long
           Step step = make_step(num_averages, random() % 2 == 0, random);
           step.averages.fill(one(form, weight));
           std::vector<Problem> problems;

@@ -52,7 +52,7 @@ test-cpp: build
 	$(BIN)/ctest --test-dir build/release --output-on-failure $(CTEST)
 	@tools/skipped build/release/Testing/Temporary/LastTest.log
 
-# By files, so that what a file's tests share is made once; in the order of the folders, the longest first.
+# By files, so that what a file's tests share is made once; in the order of testpaths.
 test-python: build
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --ignore=$(FRAMEWORKS)
 

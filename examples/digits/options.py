@@ -106,8 +106,9 @@ def parse(arguments: list[str] | None = None) -> Options:
 def _problem(options: Options) -> str | None:
     most, decays = max(options.ranks, options.resume_ranks), options.decays
     for name, value in asdict(options).items():
-        if type(value) is int and value < 1 and name != "seed":
-            return f"--{flag(name)} must be at least 1"
+        # The report merges what six steps left.
+        if name != "seed" and type(value) is int and value < (least := 6 if name == "steps" else 1):
+            return f"--{flag(name)} must be at least {least}"
     different = len(set(decays)) == len(decays) <= 4 and all(0.5 <= decay < 1 for decay in decays)
     if options.use_ema != bool(decays) or not different:
         return "--decays are different numbers of at least 0.5 and below 1, at most 4 of them"

@@ -129,6 +129,7 @@ def test_the_pages_commands_work_on_the_demos_checkpoints(
     ("flags", "said"),
     [
         (("--ranks", "0"), "--ranks must be at least 1"),
+        (("--steps", "5"), "--steps must be at least 6"),
         (("--decays", "0.9,0.9"), "--decays are different numbers"),
         (("--decays", "high"), "is no list of numbers"),
         (("--shard", "none"), "invalid choice"),
@@ -147,7 +148,7 @@ def test_a_rank_that_fails_ends_the_demo_with_its_message(tmp_path: Path) -> Non
     (tmp_path / "checkpoint").write_text("a file where the demo wants a directory")
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "__init__.py").touch()
-    flags = ["--quick", "--steps", "2", "--epochs", "1", "--samples", "64", "--shard", "ddp", "--out", "."]
+    flags = ["--quick", "--steps", "6", "--epochs", "1", "--samples", "64", "--shard", "ddp", "--out", "."]
     done = demo(*flags, start=(str(ROOT / "examples" / "digits"),), cwd=tmp_path)
     assert done.returncode == 1
     assert re.search(r"The demo stopped: rank \d: .*File exists: 'checkpoint'", done.stderr), done.stderr

@@ -24,21 +24,7 @@ from .options import QUICK, Options, boolean, parse
 from .test_digits import demo
 from .train import Trainer
 
-SHORT = (
-    "--quick",
-    "--resume-ranks",
-    "1",
-    "--steps",
-    "6",
-    "--eval-every",
-    "3",
-    "--samples",
-    "64",
-    "--epochs",
-    "1",
-    "--resume-steps",
-    "1",
-)
+SHORT = ["--quick", "--resume-ranks=1", "--steps=6", "--eval-every=3", "--samples=64", "--epochs=1", "--resume-steps=1"]
 SMALL = replace(Options(), **{**QUICK, "batch": 8})
 
 

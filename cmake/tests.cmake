@@ -24,6 +24,7 @@ foreach(layer IN LISTS layers)
   file(GLOB tests CONFIGURE_DEPENDS src/${layer}/*_test.cc)
   if(tests)
     add_executable(${layer}_test ${tests})
+    set_target_properties(${layer}_test PROPERTIES UNITY_BUILD_BATCH_SIZE 16)  # gtest is all headers
     target_include_directories(${layer}_test PRIVATE src tests/cuda tests/groups tests/hooks)
     target_link_libraries(${layer}_test PRIVATE shardow test_options hwy::hwy fmt::fmt simdjson::simdjson GTest::gtest_main Threads::Threads)
     if(layer STREQUAL "comm")

@@ -164,7 +164,7 @@ def test_the_language_model_goes_on_after_a_stop(tmp_path: Path) -> None:
 
 
 def test_the_language_model_learns(tmp_path: Path) -> None:
-    results = ranks.run(2, partial(language_model.train, 12, tmp_path, context=8))[0]
+    results = ranks.run(2, partial(language_model.train, 8, tmp_path, context=8))[0]
     assert max(results.values()) < 5, results  # a model that has learned nothing needs 8
     assert results["weights"] != results["averages"]
     assert sum(tensor.numel() for tensor in exported(tmp_path).values()) > 10_000_000

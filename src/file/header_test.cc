@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <string>
 
+#include "base/folder_fixture.h"
 #include "file/layout.h"
 #include "shardow/error.h"
 
@@ -212,11 +213,8 @@ TEST(Header, OfAMillionTensors) {
   EXPECT_EQ(parse_header(std::string_view(bytes).substr(8), 1'000'000, "f").entries.size(), 1'000'000u);
 }
 
-class Files : public testing::Test {
+class Files : public InFolder {
  protected:
-  Files() : path_(testing::TempDir() + "header_test.safetensors") { std::filesystem::remove(path_); }
-  ~Files() override { std::filesystem::remove(path_); }
-
   Code code_of(const std::string& bytes) {
     std::filesystem::remove(path_);
     base::File file = base::File::create(path_);
@@ -233,7 +231,7 @@ class Files : public testing::Test {
 
   static std::string length(uint64_t n) { return {reinterpret_cast<const char*>(&n), 8}; }
 
-  base::Path path_;
+  const base::Path path_ = folder_ / "header.safetensors";
 };
 
 TEST_F(Files, AreMeasuredBeforeTheyAreBelieved) {

@@ -21,7 +21,7 @@ class ObjectStore : public base::Syscalls {
   int open(const char* path, int flags, mode_t mode) override {
     if ((flags & O_CREAT) == 0) return Syscalls::open(path, flags, mode);
     if (const int error = fs::exists(path) ? EEXIST : 0; error != 0 && (flags & O_EXCL) != 0) return refuse(error);
-    const std::string part = testing::TempDir() + "part" + std::to_string(parts_++);
+    const std::string part = fmt::format("{}part-{}-{}", testing::TempDir(), ::getpid(), parts_++);
     const int fd = Syscalls::open(part.c_str(), flags, mode);
     const std::lock_guard lock(mutex_);
     if (fd >= 0) open_[fd] = {path, part};

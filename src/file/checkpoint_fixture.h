@@ -93,7 +93,7 @@ inline Region whole(const Shape& shape, int, int) {
 
 inline int version = 0;  ///< of all values
 
-/// Writes a tensor's bytes from its global byte `begin` on. They depend on their place, the tensor's name and the version.
+/// Writes a tensor's bytes from its global byte `begin` on, which depend on place, name and version.
 inline void fill(const Spec& spec, int64_t begin, std::span<std::byte> bytes) {
   static const std::vector<std::byte> pattern = [] {
     std::vector<std::byte> period;

@@ -1,5 +1,7 @@
 // Storage that takes files only from front to end, and may be unable to rename: mounts of object stores.
 #include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>

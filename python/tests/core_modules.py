@@ -12,7 +12,6 @@ import ctypes
 import functools
 import importlib
 import importlib.util
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -70,11 +69,10 @@ class CoreModule:
     def _new_pool(self) -> ranks.Pool:
         import ranks
 
-        return ranks.Pool(multiprocessing.get_context("spawn"), functools.partial(_serve, self._patterns))
+        return ranks.Pool(serve=functools.partial(_serve, self._patterns))
 
 
 def _serve(patterns: tuple[str, ...], *args: Any) -> None:
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning of a timeout looks up names, for seconds
     CoreModule(*patterns).install()
     import ranks
 

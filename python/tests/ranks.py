@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug as tensor_debug
 
-# Importing torch costs more than most cases. One process does it, which has no other thread, and forks the ranks.
+# Importing torch costs more than most cases. One process does it, which has no other thread, and forks the ranks. They
+# import shardow themselves, with an extension module that may be of tests (core_modules.py).
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "shardow",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.debug",
@@ -61,6 +61,11 @@ class Pool:
     multiprocessing; ``serve``: what a process does, _serve() in the end."""
 
     def __init__(self, context: Any = _context, serve: Callable[..., None] | None = None) -> None:
+        if context is _context:
+            # A warning of a timeout looks up names, for seconds; torch reads this variable at its import.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+                forkserver.ensure_running()
         self._new = functools.partial(_Worker, context, serve or _serve)
         # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1,
         # which can take seconds.
@@ -176,10 +181,6 @@ _pool: Pool | None = None
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, may_die: bool = False) -> list[Any]:
     global _pool
     if _pool is None:
-        # A warning of a timeout looks up names, for seconds; torch reads this variable at its import.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-            forkserver.ensure_running()
         _pool = Pool()
         atexit.register(_pool.stop)
     return _pool.run(world, fn, *args, timeout=timeout, may_die=may_die)

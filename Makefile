@@ -17,7 +17,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 STEPS := $(if $(filter-out demo,$(or $(MAKECMDGOALS),all)),5,3)
 step = echo "Set-up $(1) of $(STEPS): $(2)"
 
-.PHONY: help demo build test test-all test-torch test-cpp test-python test-frameworks simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
+.PHONY: help demo build test test-all test-torch test-cpp test-python test-frameworks test-whole simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,11 +39,12 @@ test: build  ## every test; Python's, which wait more than they work, beside the
 test-beside: build
 	$(MAKE) test-frameworks
 	$(MAKE) test-cpp
+	$(MAKE) test-whole
 
 test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
 	tools/gpu-rehearsal $(BIN)/python
 	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R "cuda_kernels|cuda_programs|file"
-	SHARDOW_ALL=1 $(MAKE) -j2 test-frameworks test-python
+	SHARDOW_ALL=1 $(MAKE) -j2 test-python test-frameworks test-whole
 
 # A test that stands still is an error and does not hold up the rest.
 CTEST := --parallel $(JOBS) --timeout 1500
@@ -52,9 +53,16 @@ test-cpp: build
 	$(BIN)/ctest --test-dir build/release --output-on-failure $(CTEST)
 	@tools/skipped build/release/Testing/Temporary/LastTest.log
 
-# By files, so that what a file's tests share is made once; in the order of testpaths.
+# What waits most comes first; what takes long is not last.
+OF_PYTHON := tests/crash $(addprefix python/tests/,ranks averages start checkpoints) examples python/tests
+
+# By files, so that what a file's tests share is made once.
 test-python: build
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --ignore=$(FRAMEWORKS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --ignore=$(FRAMEWORKS) $(OF_PYTHON)
+
+# What starts programs: the command, both languages, installed packages, machines, benchmarks.
+test-whole: build
+	$(BIN)/python -m pytest tests --ignore=tests/crash
 
 # In one process, since each that imports all frameworks takes 20 s for it.
 FRAMEWORKS := python/tests/integrations

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -28,7 +28,14 @@ FileLock::Result FileLock::take(const Path& path, int flags) {
   int fd = -1;
   do fd = calls_->open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0);
   while (fd < 0 && errno == EINTR);
-  if (fd < 0) return errno == ENOENT ? Result::kGone : Result::kUnknown;
+  if (fd < 0) {
+    return errno == ENOENT ? Result::kGone : errno == ELOOP || errno == ENXIO ? Result::kNoLock : Result::kUnknown;
+  }
+  struct stat status {};
+  if (::fstat(fd, &status) == 0 && (!S_ISREG(status.st_mode) || status.st_size != 0)) {
+    calls_->close(fd);
+    return Result::kNoLock;
+  }
   int result = -1;
   do result = calls_->flock(fd, LOCK_EX | LOCK_NB);
   while (result != 0 && errno == EINTR);

@@ -1,6 +1,5 @@
-// A lock on what lies at a path (flock): it goes with the file or directory wherever that is renamed to, leaves nothing
-// behind, and ends with the process that holds it. On NFS it works for files alone; other network mounts may keep it to
-// one machine.
+// A lock on an empty file (flock): it goes with the file wherever that is renamed to, leaves nothing behind, and ends
+// with the process that holds it. Some network mounts keep it to one machine.
 #pragma once
 
 #include "base/files.h"
@@ -13,6 +12,7 @@ class FileLock {
     kHeld,
     kOthers,   ///< somebody else holds it: another process, or another FileLock of this one
     kGone,     ///< there is nothing at the path
+    kNoLock,   ///< the path has something else than an empty file
     kUnknown,  ///< the storage has no such locks, or the path may not be opened
   };
 

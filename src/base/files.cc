@@ -188,6 +188,10 @@ File::~File() {
   if (fd_ >= 0) calls_->close(fd_);
 }
 
+bool is_of_no_file(const Error& error) noexcept {
+  return error.code() == Code::kInvalidArgument || error.os_errno() == ELOOP || error.os_errno() == ENXIO;
+}
+
 int64_t File::size() const {
   const struct stat found = stat_or_fail(fd_, path_);
   if (!S_ISREG(found.st_mode)) fail(Code::kInvalidArgument, "{} is not a regular file", path_.string());

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/seam.h"
+#include "shardow/error.h"
 
 namespace shardow::base {
 
@@ -107,6 +108,10 @@ class File {
   Syscalls* calls_ = &syscalls();
   Path path_;
 };
+
+/// Returns whether open() or size() failed with `error` because the path leads to no regular file: to a directory, a
+/// pipe, a socket, a loop of links.
+bool is_of_no_file(const Error& error) noexcept;
 
 /// Calls `fn`; throws the Error that a std::filesystem_error means.
 template <class Fn>

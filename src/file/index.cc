@@ -110,8 +110,7 @@ std::optional<Listing> listing_in(const base::Path& directory, const char* name)
   try {
     return read_listing(base::File::open(directory / name));
   } catch (const Error& error) {
-    if (error.code() != Code::kNotFound && error.code() != Code::kCorrupt && error.code() != Code::kInvalidArgument)
-      throw;
+    if (error.code() != Code::kNotFound && error.code() != Code::kCorrupt && !base::is_of_no_file(error)) throw;
     return std::nullopt;
   }
 }

@@ -46,6 +46,12 @@ PathLock::PathLock(const Path& path, Until until) : path_(lock_path(path)) {
   for (;;) {
     const Result result = take(lock_, path_);
     if (result == Result::kHeld || result == Result::kUnknown) return;
+    if (result == Result::kNoLock) {
+      base::fail(Code::kIo,
+                 "{}: {} is in the way, where a save to this path makes and locks an empty file; remove it, or "
+                 "save to another name",
+                 path.string(), path_.string());
+    }
     if (result == Result::kGone) {
       made_ = make(path_);
       continue;
@@ -69,7 +75,7 @@ bool is_locked(const Path& lock_path) {
   FileLock lock;
   const Result result = take(lock, lock_path);
   if (result == Result::kHeld) remove(lock, lock_path);
-  return result == Result::kOthers || result == Result::kUnknown;
+  return result != Result::kHeld && result != Result::kGone;
 }
 
 }  // namespace shardow::file

@@ -14,7 +14,7 @@ using Until = std::chrono::steady_clock::time_point;
 class PathLock {
  public:
   /// Waits for a living save to `path`. Throws kTimeout with the name of the lock at `until`, kIo where the lock's file
-  /// cannot be made.
+  /// cannot be made, or its path has something else.
   PathLock(const base::Path& path, Until until);
   ~PathLock();
   PathLock(const PathLock&) = delete;

@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cerrno>
+#include <functional>
+#include <map>
 
 #include "file/names.h"
 #include "file/saving_fixture.h"
@@ -85,6 +87,39 @@ TEST_F(Saving, LeavesTemporaryFilesOfOtherLivingSavesInItsDirectoryAlone) {
   }
   save_version(2, file);
   EXPECT_FALSE(fs::exists(theirs));
+}
+
+TEST_F(Saving, WhatStandsAtALocksPlaceAndIsNoLockIsNamedAndStays) {
+  const auto path = folder_ / "a.safetensors", lock = file::lock_path(path);
+  save_version(1, path);
+  fs::create_directory(folder_ / "theirs");
+  const std::map<const char*, std::function<void()>> kinds = {
+      {"a FIFO", [&] { EXPECT_EQ(::mkfifo(lock.c_str(), 0666), 0); }},
+      {"a link to itself", [&] { fs::create_symlink(lock, lock); }},
+      {"a link to a file", [&] { fs::create_symlink(path, lock); }},
+      {"a link to nothing", [&] { fs::create_symlink("nothing", lock); }},
+      {"a text", [&] { write(lock, "another program's"); }},
+      {"a directory", [&] { fs::create_directory(lock), write(lock / "text", "another program's"); }},
+  };
+  for (const auto& [kind, make] : kinds) {
+    SCOPED_TRACE(kind);
+    make();
+    const auto before = fs::symlink_status(lock).type();
+    EXPECT_EQ(save_as(path, rows, 2), all(2, static_cast<int>(Code::kIo)));
+    try {
+      const file::PathLock none(path, {});
+      ADD_FAILURE() << "PathLock took it";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(lock.string()), std::string::npos) << error.what();
+    }
+    file::clear_dead(path);
+    EXPECT_EQ(fs::symlink_status(lock).type(), before);
+    if (before == fs::file_type::directory) EXPECT_EQ(bytes_of(lock / "text"), "another program's");
+    if (before == fs::file_type::regular) EXPECT_EQ(bytes_of(lock), "another program's");
+    expect_version(1, path);
+    save_version(1, folder_ / "b.safetensors");
+    fs::remove_all(lock);
+  }
 }
 
 /// A lock of a user's directory slows every save down for whoever has one for reasons of their own.

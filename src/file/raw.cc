@@ -39,18 +39,24 @@ struct Standing {
 
   std::optional<File> find(const std::string& name) const {
     try {
-      return File::open_in(*directory, name);
+      File file_in_directory = File::open_in(*directory, name);
+      static_cast<void>(file_in_directory.size());  // throws for a directory or a pipe
+      return file_in_directory;
     } catch (const Error& error) {
+      if (base::is_of_no_file(error)) fail(Code::kCorrupt, "{}; a checkpoint has a file there", error.what());
       if (error.code() != Code::kNotFound) throw;
       return std::nullopt;
     }
   }
 
-  /// In which state the texts are that name files: other ones after each save.
+  /// In which state the texts are that name files: other ones after each save. A text that can't be opened names none.
   std::array<std::optional<base::Identity>, kLists.size()> lists() const {
     std::array<std::optional<base::Identity>, kLists.size()> all;
     for (size_t i = 0; i < all.size(); ++i) {
-      if (const auto found = find(kLists[i])) all[i] = found->identity();
+      try {
+        if (const auto list = find(kLists[i])) all[i] = list->identity();
+      } catch (const Error&) {
+      }
     }
     return all;
   }

@@ -102,7 +102,7 @@ def text_of(path: str | Path, inside: int | None = None) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        code = "corrupt" if error.errno == errno.ELOOP else "io"
+        code = "corrupt" if error.errno in (errno.ELOOP, errno.ENXIO) else "io"  # a link, a socket
         raise errors.make(code, f"{path} can't be read: {error.strerror}", error.errno or 0) from None
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):

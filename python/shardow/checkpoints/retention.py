@@ -73,6 +73,8 @@ def _remove_locked(at: Path) -> None:
     except OSError:
         return
     try:
+        if not _is_file(manifest.NAME, inside, absent=True):
+            return
         text, save = _manifest(inside)
         names = [name for name in os.listdir(inside) if _is_ours(at, name, inside, save)]
         if _manifest(inside)[0] != text:  # another job has saved the step again, on storage without locks
@@ -97,11 +99,17 @@ def _manifest(inside: int) -> tuple[str | None, str | None]:
     return text, None
 
 
+def _is_file(name: str, inside: int, absent: bool = False) -> bool:
+    """Returns whether ``name`` is a regular file, and ``absent`` where nothing has that name. Follows no link."""
+    try:
+        return stat.S_ISREG(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return absent
+
+
 def _is_ours(at: Path, name: str, inside: int, save: str | None) -> bool:
     """Whether ``save``, or where that is not known any save of a checkpoint, wrote a file."""
-    if not name.endswith(".safetensors") or not stat.S_ISREG(
-        os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode
-    ):
+    if not name.endswith(".safetensors") or not _is_file(name, inside):
         return False
     try:
         own = _core.Checkpoint.open(Path(f"/proc/self/fd/{inside}") / name).metadata.get(manifest.SAVE)

@@ -36,7 +36,7 @@ class OfEngine(Rank):
     def local(tensor: torch.Tensor) -> torch.Tensor:
         if not hasattr(tensor, "ds_tensor"):
             return tensor
-        part = tensor.ds_tensor  # ZeRO-3's partition, whose end may be padding that nobody has set: NaN by chance
+        part = tensor.ds_tensor  # ZeRO-3's partition ends with padding that DeepSpeed never sets: NaN by chance
         return part.flatten()[: max(0, tensor.ds_numel - dist.get_rank() * part.numel())]  # type: ignore[attr-defined]
 
     def _compute(self) -> torch.Tensor:

@@ -12,6 +12,7 @@
 #include "cli/terminal.h"
 #include "cli/text.h"
 #include "file/crc.h"
+#include "file/model_texts.h"
 #include "file/producer.h"
 #include "tensor/dtype.h"
 #include "tensor/runs.h"
@@ -109,6 +110,7 @@ int convert(const ConvertOptions& options) {
   save_options.dtype = options.output.file_dtype();
   save_options.max_shard_size = options.output.shard_bytes();
   save_options.metadata = metadata_of(checkpoint);
+  save_options.texts = file::model_texts(checkpoint, options.output.path);
   save_options.progress = watched("convert");
   file::Producer producer;
   producer.read = [&](const TensorView& wanted) { parts.read(wanted); };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <functional>
 #include <utility>
 
 #include "base/errors.h"
@@ -12,6 +13,7 @@
 #include "file/call.h"
 #include "file/device.h"
 #include "file/lanes.h"
+#include "file/model_texts.h"
 #include "file/ownership.h"
 #include "file/producer.h"
 #include "file/sharing.h"
@@ -42,13 +44,14 @@ std::string facts(const Plan& plan, const std::vector<std::string>& others) {
   return out.bytes();
 }
 
-/// The plan that all ranks have, or an error on all.
+/// The plan that all ranks have, or an error on all. `check`: what besides may fail on one of them.
 Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype,
-                 const std::vector<std::string>& others, std::span<const TensorView> tensors, Deadline deadline) {
+                 const std::vector<std::string>& others, Deadline deadline,
+                 const std::function<void(const Plan&)>& check) {
   std::optional<Plan> plan;
   agree(group, deadline, [&] {
-    file::check_memory(tensors);
     plan.emplace(std::move(inputs), dtype);
+    check(*plan);
   });
   if (group.size() == 1) return *std::move(plan);
   const std::string mine = std::to_string(std::hash<std::string>()(facts(*plan, others)));
@@ -163,15 +166,20 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
                   const MergeOptions& options) {
   const auto begin = Clock::now();
   group.begin("merge()", options.timeout);
-  const Plan plan = agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()}, {},
-                                base::after(options.timeout));
+  SaveOptions saving;
+  const Plan plan = agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()},
+                                base::after(options.timeout), [&](const Plan& made) {
+                                  const auto* const newest =
+                                      std::get_if<Checkpoint>(&made.inputs()[made.newest()].tensors);
+                                  if (group.rank() == 0 && newest != nullptr)
+                                    saving.texts = file::model_texts(*newest, path);
+                                });
   MergeReport report = plan.report();
   if (options.check_only) return report;
   merging::Sums sums(plan, options.verify);
   std::vector<TensorView> out;
   for (const Tensor& tensor : plan.tensors())
     out.push_back({tensor.name, tensor.dtype, Region::whole(tensor.shape), nullptr});
-  SaveOptions saving;
   saving.max_shard_size = options.max_shard_size;
   saving.metadata = options.metadata;
   saving.metadata[kMergeKey] = plan.provenance(options.formula);
@@ -194,7 +202,8 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   const auto begin = Clock::now();
   group.begin("load()", options.timeout);
   // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
-  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {}, tensors, base::after(options.timeout));
+  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {}, base::after(options.timeout),
+                                [&](const Plan&) { file::check_memory(tensors); });
   const auto shared = file::share(group, tensors, options.timeout);
   const std::vector<file::Shared>& wanted = *shared;
   std::array<uint64_t, 3> asked = {options.strict, options.verify,

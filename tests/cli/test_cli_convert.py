@@ -226,3 +226,37 @@ def test_memory_is_bounded_whatever_the_size(tmp_path: Path, verb: str) -> None:
     for more in (["--dtype", "float32"], ["--threads", "64"]):
         assert measured([*words, *more])[1] - empty < 64 << 20
     assert (tmp_path / "b.safetensors").stat().st_size > size
+
+
+@pytest.mark.parametrize("verb", ["convert", "average"])
+def test_configuration_and_tokenizer_go_with_the_weights(tmp_path: Path, verb: str) -> None:
+    blobs, model, out = tmp_path / "blobs", tmp_path / "model", tmp_path / "out"
+    blobs.mkdir()
+    (blobs / "5f1d").write_bytes(b'{"architectures": []}')  # as the cache of huggingface_hub has it
+    ours(model / "model.safetensors", tensors())
+    (model / "config.json").symlink_to(blobs / "5f1d")
+    taken = {
+        "tokenizer.json": b"\xff{}",
+        "tokenizer.model": bytes(300),
+        "vocab.txt": b"",
+        "generation_config.json": b"{}",
+    }
+    others = {"trainer_state.json": b"{}", "optimizer.pt": b"", "README.md": b"of the first model"}
+    for name, text in {**taken, **others}.items():
+        (model / name).write_bytes(text)
+    (model / "tokenizer_parts").mkdir()
+    assert run(verb, model, "-o", out).returncode == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".safetensors"} == {
+        **taken,
+        "config.json": b'{"architectures": []}',
+    }
+    assert not (out / "config.json").is_symlink()
+    (out / "config.json").write_text("another")
+    (out / "vocab.txt").unlink()
+    assert run(verb, model, "-o", out).returncode == 0
+    assert (out / "config.json").read_text() == "another"
+    assert (out / "vocab.txt").exists()
+    assert run(verb, model, "-o", tmp_path / "one.safetensors").returncode == 0
+    (model / "config.json").unlink()
+    assert run(verb, model, "-o", tmp_path / "plain").returncode == 0
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["model.safetensors"]

@@ -1,6 +1,6 @@
-"""A small training program as users write it, for test_exit.py.
+"""A small training program as users write it, with every verb, for test_exit.py.
 
-Its argument is how the model is shared; ranks come from torchrun's variables.
+Its arguments are how the model is shared and a folder; ranks come from torchrun's variables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,35 @@ from torch.distributed.fsdp import fully_shard
 import shardow
 
 
-def main(kind: str) -> None:
+def use_every_verb(model: nn.Module, ema: shardow.EMA, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    shardow.save(model, f"{folder}/model")
+    shardow.async_save(model, f"{folder}/again").wait()
+    shardow.load(model, f"{folder}/model")
+    shardow.full_state_dict(model)
+    shardow.merge([f"{folder}/model", f"{folder}/again"], f"{folder}/mean")
+    ema.save(f"{folder}/averages")
+    ema.async_save(f"{folder}/averages").wait()
+    ema.load(f"{folder}/averages")
+    ema.export(f"{folder}/export", decay=0.9)
+    ema.detach()
+    for _ in range(2):
+        ema.snapshot(f"{folder}/snapshots", every=1)
+        ema.update()
+    ema.load_state_dict(ema.state_dict())
+    ema.full_state_dict(0.9)
+    ema.copy_to(model, 0.9)
+    ema.feed_back(0.9)
+    ema.stats()
+    checkpoints = shardow.Checkpoints(f"{folder}/run", keep=1)
+    for step in range(3):
+        checkpoints.save(step, model, ema, optimizer, state={"step": step})
+    checkpoints.save(3, model, ema, optimizer, asynchronous=True)
+    assert checkpoints.latest() == 3
+    checkpoints.restore(model, ema, optimizer)
+    ema.reset()
+
+
+def main(kind: str, folder: str) -> None:
     if kind != "plain":
         dist.init_process_group("gloo")
     # Large enough for the engine to start threads.
@@ -33,7 +61,7 @@ def main(kind: str) -> None:
         optimizer.step()
     with ema.swapped(0.9):
         model(torch.randn(4, 1100))
-    ema.full_state_dict(0.9)
+    use_every_verb(model, ema, optimizer, folder)
     if kind != "plain":
         # Torch's own threads abort some interpreters at exit while a sharded model is alive: docs/torch.md.
         del ema, model, optimizer
@@ -43,4 +71,4 @@ def main(kind: str) -> None:
     print("done")
 
 
-main(sys.argv[1])
+main(*sys.argv[1:])

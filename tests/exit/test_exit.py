@@ -1,6 +1,6 @@
 """Every program of ours ends with status 0, at every try, with and without torch.distributed.
 
-It leaves no process and no message behind.
+It leaves no process behind, and its standard error is empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run(kind: str, ranks: int) -> list[tuple[int, str]]:
+def run(kind: str, ranks: int, folder: Path) -> list[tuple[int, str]]:
     """(exit status, standard error) of each rank."""
     shared = {
         **os.environ,
@@ -35,7 +35,7 @@ def run(kind: str, ranks: int) -> list[tuple[int, str]]:
     }
     started = [
         subprocess.Popen(
-            [sys.executable, PROGRAM, kind],
+            [sys.executable, PROGRAM, kind, folder],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -51,9 +51,7 @@ def run(kind: str, ranks: int) -> list[tuple[int, str]]:
 
 @pytest.mark.timeout(30 + 60 * TRIES)
 @pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("ddp", 2), ("fsdp2", 2)] if ALL else [("fsdp2", 2)])
-def test_ends_cleanly_every_time(kind: str, ranks: int) -> None:
+def test_ends_cleanly_every_time(kind: str, ranks: int, tmp_path: Path) -> None:
     for attempt in range(TRIES):
-        for status, said in run(kind, ranks):
-            assert status == 0, (attempt, said)
-            assert "terminate" not in said
-            assert "Traceback" not in said
+        for rank, ended in enumerate(run(kind, ranks, tmp_path / str(attempt))):
+            assert ended == (0, ""), (attempt, rank)

@@ -99,8 +99,10 @@ def test_kernels_compile_without_warning_and_keep_to_registers(version: str, arc
     assert {kernel: stack for kernel, stack in stacks.items() if stack > MOST_STACK} == {}
 
 
-def disassembled(made: dict[str, Any]) -> dict[str, str]:
+@functools.cache
+def disassembled(version: str, architecture: int) -> dict[str, str]:
     """Returns each kernel's text."""
+    made = compiled(version, architecture)
     nvdisasm = in_packages("nvidia/*/bin/nvdisasm", DISASSEMBLER, ROOT / "build/nvrtc/nvdisasm")
     if nvdisasm is None:
         pytest.skip(f"no nvdisasm: pip install {DISASSEMBLER}")
@@ -117,7 +119,7 @@ def test_averages_move_in_16_bytes_and_nothing_is_contracted(version: str, archi
     """The float32 update multiplies, adds and fuses as its source says: a fused operation for each of the lerps, and
     none more where multiplication and addition stand apart, in kMulAdd's `e * decay` and kTwoProducts.
     """
-    text = disassembled(compiled(version, architecture))["update_kernel<float, float>"]
+    text = disassembled(version, architecture)["update_kernel<float, float>"]
     update = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)", text, re.MULTILINE)
     assert any(name.startswith("LDG") and "128" in name for name in update)
     assert any(name.startswith("STG") and "128" in name for name in update)
@@ -135,7 +137,7 @@ def test_a_replayed_update_reads_none_of_the_arguments_it_was_captured_with(vers
     """Whole words are chosen, each lane's own, between those arguments and what the graph keeps. These compilers have
     read a pointer from the arguments where it was chosen by address: every replay failed, on every device."""
     begin = next(ARGUMENTS[least] for least in sorted(ARGUMENTS, reverse=True) if architecture >= least)
-    texts = disassembled(compiled(version, architecture))
+    texts = disassembled(version, architecture)
     for kernel in (kernel for kernel in KERNELS if kernel.startswith("update_kernel")):
         constants = re.findall(r"c\[0x0\]\[(?:0x([0-9a-f]+)|U?R\d+\+0x([0-9a-f]+))\]", texts[kernel])
         fixed = {int(offset, 16) for offset, _ in constants if offset}

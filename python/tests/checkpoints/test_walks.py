@@ -1,8 +1,8 @@
-"""Random walks through a run's directory in which others put things, wherever save, latest, restore and retention look.
+"""Random walks through a run's directory that has entries of other programs wherever Checkpoints looks.
 
-Each walk saves, looks, restores, and in between somebody plants an entry of some kind at some place. Whatever stands
-there, a call gives the right result or a shardow.Error within its deadline, a step that was whole stays so, and what
-was planted is as it was. One walk alone: ``python python/tests/checkpoints/test_walks.py SEED 1 FOLDER``.
+Each walk plants entries of random kinds at random paths, between calls of save(), latest() and restore(). Every call
+gives the right result or a shardow.Error within its deadline, a whole step stays whole, and the planted entries stay as
+they were. One walk alone: ``python python/tests/checkpoints/test_walks.py SEED 1 FOLDER``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ WALKS = 5000 if os.environ.get("SHARDOW_ALL") else 150
 CALLS = 12
 STEPS = range(1, 6)
 TIMEOUT, LATE = 0.2, 10.0  # seconds; a call may be late where the machine is busy
-NOBODY = 65534
+UNPRIVILEGED = 65534
 NONCE = "0123456789abcdef"
 _BIND, _DETACH = 1 << 12, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
-#: Names in a step's directory that its save writes: what stands there is replaced by a save of that step; a file also
-#: goes with the step when that is an old one.
+#: Names in a step's directory that its save writes: it replaces an entry of that name; retention removes a file.
 OWN = ("checkpoint.json", "state.safetensors")
 #: Names that a save gives and takes away: what a dead one left is removed, and never what such a link leads to.
 LEFT = (f".step-00000000{{}}.{NONCE}.tmp", f"step-00000000{{}}/.state.safetensors.{NONCE}.tmp")
@@ -70,7 +69,7 @@ class Walk:
         (self.elsewhere / "inside").mkdir(parents=True)
         (self.elsewhere / "inside" / "their text").write_text("theirs")
         (self.elsewhere / "file").write_text("theirs")
-        self.is_nobody = self.is_root and self.random.random() < 0.7
+        self.is_unprivileged = self.is_root and self.random.random() < 0.7
         if self.is_root:
             self.folder.chmod(0o777)
         self.planted: dict[Path, Any] = {self.elsewhere: facts_of(self.elsewhere)}
@@ -111,12 +110,12 @@ class Walk:
 
     @contextlib.contextmanager
     def as_user(self) -> Any:
-        if self.is_nobody:
-            os.seteuid(NOBODY)
+        if self.is_unprivileged:
+            os.seteuid(UNPRIVILEGED)
         try:
             yield
         finally:
-            if self.is_nobody:
+            if self.is_unprivileged:
                 os.seteuid(0)
 
     def whole(self) -> dict[int, int]:
@@ -126,17 +125,17 @@ class Walk:
         return self.known
 
     def restorable(self) -> dict[int, int]:
-        found = {}
+        values = {}
         with self.as_user(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             for step in STEPS:
                 try:
                     state = self.checkpoints.restore(step=step)
                     assert (state["values"] == state["value"]).all()
-                    found[step] = state["value"]
+                    values[step] = state["value"]
                 except shardow.Error as error:
                     self.errors[step] = str(error)
-        return found
+        return values
 
     def save(self) -> None:
         step, before = self.random.choice(STEPS), self.whole()
@@ -162,8 +161,10 @@ class Walk:
             return  # it may say where the files are, and may not be read
         assert after.get(step) == self.value, f"step {step} is {after.get(step)} after its save: {self.errors}"
         kept = sorted({*before, step}, reverse=True)[:2]
-        for one in {*kept, step}:
-            assert after.get(one) == {**before, step: self.value}[one], f"step {one} is lost: {before} became {after}"
+        for each in {*kept, step}:
+            assert after.get(each) == {**before, step: self.value}[each], (
+                f"step {each} is lost: {before} became {after}"
+            )
 
     def look(self) -> None:
         whole = self.whole()
@@ -181,17 +182,17 @@ class Walk:
     def check(self, may_go: set[Path] | frozenset[Path] = frozenset()) -> None:
         """Compares what was planted, but for what ``may_go`` or is in it."""
         for path, facts in list(self.planted.items()):
-            found = facts_of(path)
+            current = facts_of(path)
             is_a_lock = path.name.endswith(".lock.tmp") and facts[0].startswith("0o100") and not facts[3]
-            if found != facts and (is_a_lock or may_go & {path, *path.parents}):
+            if current != facts and (is_a_lock or may_go & {path, *path.parents}):
                 del self.planted[path]
             else:
-                assert found == facts, f"{path!r}: {facts} became {found}"
+                assert current == facts, f"{path!r}: {facts} became {current}"
 
     def plant(self) -> None:
         of = self.random.choice([*OTHERS, *LEFT, *(f"step-00000000{{}}/{own}" for own in OWN)])
         path = self.root / name(of, self.random.choice(STEPS))
-        if path.parent.is_dir() and not any(path.is_relative_to(one) for one in self.planted):
+        if path.parent.is_dir() and not any(path.is_relative_to(each) for each in self.planted):
             if os.path.lexists(path) and path.name in OWN and not path.is_dir():
                 path.unlink()
                 self.known = None
@@ -211,20 +212,20 @@ def name(of: str | bytes, step: int) -> str:
 
 
 def facts_of(path: Path) -> Any:
-    """What somebody would notice who put it there; of a directory where calls save, what was there before."""
+    """Returns what identifies an entry and its contents; of a directory where calls save, the entries from before."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         return type(error).__name__
-    facts: list[Any] = [oct(found.st_mode), found.st_ino, found.st_uid]
-    if stat.S_ISLNK(found.st_mode):
+    facts: list[Any] = [oct(status.st_mode), status.st_ino, status.st_uid]
+    if stat.S_ISLNK(status.st_mode):
         facts.append(os.readlink(path))
-    elif stat.S_ISREG(found.st_mode):
-        facts += [path.read_bytes(), found.st_mtime_ns, found.st_nlink]
-    elif stat.S_ISDIR(found.st_mode):
+    elif stat.S_ISREG(status.st_mode):
+        facts += [path.read_bytes(), status.st_mtime_ns, status.st_nlink]
+    elif stat.S_ISDIR(status.st_mode):
         names = os.listdir(path)
         of_saves = path.name.startswith(("step-", "run", os.fsdecode(b"r\xff"), "inside"))  # the last behind links
-        facts.append({one: facts_of(path / one) for one in names if not of_saves or one.startswith("their")})
+        facts.append({name: facts_of(path / name) for name in names if not of_saves or name.startswith("their")})
     return facts
 
 
@@ -268,8 +269,8 @@ def fifo(walk: Walk, path: Path) -> None:
 
 def listener(walk: Walk, path: Path) -> None:
     folder = os.open(path.parent, os.O_PATH)  # its path may be longer than a socket's may be
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(os.fsencode(f"/proc/self/fd/{folder}/{path.name}"))
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.fsencode(f"/proc/self/fd/{folder}/{path.name}"))
     os.close(folder)
 
 
@@ -331,7 +332,11 @@ def main(first: int, count: int, folder: Path, is_root: bool) -> None:
         try:
             walk.go()
         except BaseException as error:
-            print(*walk.story, f"Walk {seed}, as {'nobody' if walk.is_nobody else 'its owner'}: {error}", sep="\n")
+            print(
+                *walk.story,
+                f"Walk {seed}, as {'another user' if walk.is_unprivileged else 'its owner'}: {error}",
+                sep="\n",
+            )
             raise
         shutil.rmtree(walk.folder)
 

@@ -148,6 +148,23 @@ def test_load_reads_what_save_pretrained_writes(
     assert set(shardow.open(tmp_path)) == {name for name, _ in model.named_parameters()}
 
 
+def merge(inputs: list[str], out: str) -> None:
+    shardow.merge(inputs, out)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_from_pretrained_reads_a_merge_of_what_save_pretrained_wrote(world: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    models = [llama(tied=True, seed=seed) for seed in (1, 2)]
+    for step, model in enumerate(models, 1):
+        model.save_pretrained(tmp_path / f"step-{step}")
+    ranks.run(world, merge, [str(tmp_path / f"step-{step}") for step in (1, 2)], str(tmp_path / "soup"))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "soup")
+    for weight, *parts in zip(read.parameters(), *(model.parameters() for model in models), strict=True):
+        assert torch.equal(weight, (parts[0].double() + parts[1].double()).div(2).float())
+
+
 def architecture(name: str, tied: bool) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 

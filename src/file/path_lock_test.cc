@@ -114,8 +114,12 @@ TEST_F(Saving, WhatStandsAtALocksPlaceAndIsNoLockIsNamedAndStays) {
     }
     file::clear_dead(path);
     EXPECT_EQ(fs::symlink_status(lock).type(), before);
-    if (before == fs::file_type::directory) EXPECT_EQ(bytes_of(lock / "text"), "another program's");
-    if (before == fs::file_type::regular) EXPECT_EQ(bytes_of(lock), "another program's");
+    if (before == fs::file_type::directory) {
+      EXPECT_EQ(bytes_of(lock / "text"), "another program's");
+    }
+    if (before == fs::file_type::regular) {
+      EXPECT_EQ(bytes_of(lock), "another program's");
+    }
     expect_version(1, path);
     save_version(1, folder_ / "b.safetensors");
     fs::remove_all(lock);

@@ -22,23 +22,13 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug as tensor_debug
 
-# Importing torch costs more than most cases. One process does it, which has no other thread, and forks the ranks. They
-# import shardow themselves, with an extension module that may be of tests (core_modules.py).
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.debug",
-        "torch.distributed.tensor.parallel",
-    ]
-)
 _case = itertools.count()
 # Threads of a process that is kept: torch keeps groups of earlier cases, and a thread of each wakes every 10 ms.
 _MOST_THREADS = 40
@@ -48,25 +38,48 @@ class RankError(AssertionError):
     """What failed on which rank."""
 
 
+class Server:
+    """A process that imports ``preload`` with ``environment``, has no other thread, and forks ranks: to import torch
+    costs more than most cases. Other users of multiprocessing's own server preload other modules.
+    """
+
+    def __init__(self, preload: list[str], **environment: str) -> None:
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload(preload)
+        # A warning of a timeout looks up names, for seconds; torch reads this variable at its import.
+        self._environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environment}
+
+    def start(self, process: Any) -> None:
+        ours = patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process)
+        with ours, patch.dict(os.environ, self._environment):
+            process.start()
+
+
+# Ranks import shardow themselves, with an extension module that may be of tests (core_modules.py).
+_server = Server(
+    [
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.debug",
+        "torch.distributed.tensor.parallel",
+    ]
+)
+
+
 class _Worker:
-    def __init__(self, context: Any, serve: Callable[..., None], port: int) -> None:
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, port), daemon=True)
-        self.process.start()
+    def __init__(self, server: Server, serve: Callable[..., None], port: int) -> None:
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=serve, args=(theirs, port), daemon=True)
+        server.start(self.process)
         theirs.close()
 
 
 class Pool:
-    """The processes, and the store that they meet in, which outlives every rank as a launcher's does. ``context``: of
-    multiprocessing; ``serve``: what a process does, _serve() in the end."""
+    """The processes, and the store that they meet in, which outlives every rank as a launcher's does. ``server``: forks
+    the processes; ``serve``: what a process does, _serve() in the end."""
 
-    def __init__(self, context: Any = _context, serve: Callable[..., None] | None = None) -> None:
-        if context is _context:
-            # A warning of a timeout looks up names, for seconds; torch reads this variable at its import.
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-                forkserver.ensure_running()
-        self._new = functools.partial(_Worker, context, serve or _serve)
+    def __init__(self, server: Server = _server, serve: Callable[..., None] | None = None) -> None:
+        self._new = functools.partial(_Worker, server, serve or _serve)
         # Torch's own listener is of IPv6, and its store stands still while it looks up the name of ::ffff:127.0.0.1,
         # which can take seconds.
         listener = socket.create_server(("127.0.0.1", 0))

@@ -29,7 +29,7 @@ FileLock::Result FileLock::take(const Path& path, int flags) {
   do fd = calls_->open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0);
   while (fd < 0 && errno == EINTR);
   if (fd < 0) {
-    return errno == ENOENT ? Result::kGone : errno == ELOOP || errno == ENXIO ? Result::kNoLock : Result::kUnknown;
+    return errno == ENOENT ? Result::kGone : is_of_no_file(errno) ? Result::kNoLock : Result::kUnknown;
   }
   struct stat status {};
   if (::fstat(fd, &status) == 0 && (!S_ISREG(status.st_mode) || status.st_size != 0)) {

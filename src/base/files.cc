@@ -188,8 +188,12 @@ File::~File() {
   if (fd_ >= 0) calls_->close(fd_);
 }
 
+bool is_of_no_file(int os_errno) noexcept {
+  return os_errno == ELOOP || os_errno == ENXIO;
+}
+
 bool is_of_no_file(const Error& error) noexcept {
-  return error.code() == Code::kInvalidArgument || error.os_errno() == ELOOP || error.os_errno() == ENXIO;
+  return error.code() == Code::kInvalidArgument || is_of_no_file(error.os_errno());
 }
 
 int64_t File::size() const {
@@ -218,6 +222,12 @@ void File::read(std::span<std::byte> data, int64_t offset) const {
     data = data.subspan(static_cast<size_t>(done));
     offset += done;
   }
+}
+
+std::string File::text() const {
+  std::string text(static_cast<size_t>(size()), '\0');
+  read(std::as_writable_bytes(std::span(text)), 0);
+  return text;
 }
 
 void File::write(std::span<const std::byte> data, int64_t offset) {

@@ -95,6 +95,7 @@ class File {
   /// All of `data`, however many calls it takes. Throws kCorrupt where the file ends before: it was longer when it was
   /// planned.
   void read(std::span<std::byte> data, int64_t offset) const;
+  std::string text() const;  ///< the whole file
   void write(std::span<const std::byte> data, int64_t offset);
   void begin_writing(int64_t offset,
                      int64_t bytes) noexcept;  ///< to the disk, so that sync() finds less to do; where that is possible
@@ -112,6 +113,7 @@ class File {
 /// Returns whether open() or size() failed with `error` because the path leads to no regular file: to a directory, a
 /// pipe, a socket, a loop of links.
 bool is_of_no_file(const Error& error) noexcept;
+bool is_of_no_file(int os_errno) noexcept;  ///< the same of open(2): a socket, a loop of links
 
 /// Calls `fn`; throws the Error that a std::filesystem_error means.
 template <class Fn>

@@ -39,12 +39,9 @@ WeightMap to_map(std::string_view json, std::string_view where) {
 }
 
 std::string text_of(const base::File& file) {
-  const int64_t size = file.size();
-  if (size > kMostIndexBytes)
+  if (const int64_t size = file.size(); size > kMostIndexBytes)
     fail(Code::kCorrupt, "{}: {} bytes are too many for an index", file.path().string(), size);
-  std::string json(static_cast<size_t>(size), '\0');
-  file.read(std::as_writable_bytes(std::span(json)), 0);
-  return json;
+  return file.text();
 }
 
 constexpr const char *kFiles = "shardow.files", *kReplaces = "shardow.replaces";

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <span>
 #include <string_view>
 
 #include "base/paths.h"
@@ -27,13 +26,6 @@ bool is_model_text(std::string_view name) {
          std::any_of(kEnds.begin(), kEnds.end(), ends);
 }
 
-std::string text_of(const Path& path) {
-  const base::File file = base::File::open(path);
-  std::string text(static_cast<size_t>(file.size()), '\0');
-  file.read(std::as_writable_bytes(std::span(text)), 0);
-  return text;
-}
-
 }  // namespace
 
 std::map<std::string, std::string> model_texts(const Checkpoint& weights, const Path& target) {
@@ -42,7 +34,8 @@ std::map<std::string, std::string> model_texts(const Checkpoint& weights, const 
   if (target.extension() == ".safetensors" || !base::look_at(folder / "config.json")) return texts;
   for (const std::string& name : base::names_in(folder)) {
     const auto source = is_model_text(name) ? base::look_at(folder / name) : std::nullopt;
-    if (source && source->regular() && !base::look_at_itself(target / name)) texts[name] = text_of(folder / name);
+    if (source && source->regular() && !base::look_at_itself(target / name))
+      texts[name] = base::File::open(folder / name).text();
   }
   return texts;
 }

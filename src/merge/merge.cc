@@ -171,7 +171,7 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
                                 base::after(options.timeout), [&](const Plan& made) {
                                   const auto* const newest =
                                       std::get_if<Checkpoint>(&made.inputs()[made.newest()].tensors);
-                                  if (group.rank() == 0 && newest != nullptr)
+                                  if (!options.check_only && group.rank() == 0 && newest != nullptr)
                                     saving.texts = file::model_texts(*newest, path);
                                 });
   MergeReport report = plan.report();

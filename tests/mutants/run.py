@@ -1,8 +1,8 @@
 """Plants each mistake of the tables beside this file, runs the tests nearest to it, and prints which were noticed.
 
-A table has one entry for each mistake: ``file``, ``old`` (text that is once in that file), ``new``, ``what`` (the mistake
-in a sentence), ``tests``: "PROGRAM FILTER" for a C++ test program, else arguments of pytest. ``equivalent`` says why no
-test can notice a mistake; it is not run. Tables are built and run in copies of the tree below build/mutants: the
+A table has one entry for each mistake: ``file``, ``old`` (text that is once in that file), ``new``, ``what`` (the
+mistake in a sentence), ``tests``: "PROGRAM FILTER" for a C++ test program, else arguments of pytest. ``equivalent`` says
+why no test can notice a mistake; it is not run. Mistakes are planted in copies of the tree below build/mutants: the
 engine's, compiled at -O0, and Python's, over the extension of build/release. A result is kept by the hash of the entry,
 its file and its tests; ``rm -r build/mutants/results`` forgets all.
 """
@@ -23,9 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "mutants"
@@ -62,7 +63,10 @@ class Mutant:
         path = ROOT / self.file
         times = path.read_text().count(self.old) if path.is_file() else 0
         if times != 1:
-            return f"{self.table}: {times} times in {self.file}, not once: {self.old!r}. Plant it in its successor, or strike it and say why"
+            return (
+                f"{self.table}: {times} times in {self.file}, not once: {self.old!r}. Plant {self.what!r} in what came "
+                "in its place, or strike it and say why"
+            )
         missing = [test for test in self.of_python if not (ROOT / test.partition("::")[0]).exists()]
         return f"{self.table}: no {', '.join(missing)}, which tests {self.what!r}" if missing else ""
 

@@ -1,7 +1,7 @@
 """Plants each mistake of the tables beside this file, runs the tests nearest to it, and prints which were noticed.
 
 A table has one entry for each mistake: ``file``, ``old`` (text that is once in that file), ``new``, ``what`` (the
-mistake in a sentence), ``tests``: "PROGRAM FILTER" for a C++ test program, else arguments of pytest. ``equivalent`` says
+mistake in a sentence), ``tests``: "PROGRAM FILTER" for a C++ program, else arguments of pytest. ``equivalent`` says
 why no test can notice a mistake; it is not run. Mistakes are planted in copies of the tree below build/mutants: the
 engine's, compiled at -O0, and Python's, over the extension of build/release. A result is kept by the hash of the entry,
 its file and its tests; ``rm -r build/mutants/results`` forgets all.

@@ -90,6 +90,8 @@ class Average {
   /// By your own schedule: factors for each of schedules(), made of progress().
   UpdateReport update_by(std::span<const Factors> factors, std::optional<int64_t> step = std::nullopt);
 
+  void set_decay(double decay);  ///< of Schedule::settable(), from the next update() on; state() has it
+
   Progress progress(double samples = 0) const noexcept;  ///< of the next step, as decays()
   std::vector<double> decays() const;
   std::span<const Schedule> schedules() const noexcept;

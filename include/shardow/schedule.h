@@ -33,6 +33,8 @@ class Schedule {
 
   static Schedule constant(double decay);
 
+  static Schedule settable(double decay);  ///< as Average::set_decay() says; one of an Average
+
   static Schedule half_life(double steps);               ///< d = 2^(-1 / steps)
   static Schedule half_life_in_samples(double samples);  ///< update() must be told samples
 

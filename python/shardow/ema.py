@@ -135,6 +135,15 @@ class EMA:
         self._attached.refuse_update(self._averages.options.overlap)
         self._averages.update(None if step is None else whole("step", step), number("samples", samples))
 
+    def set_decay(self, decay: float) -> None:
+        """The decay of ``schedules.settable()`` from the next update on: a number in [0, 1], the same on every rank.
+        Local. Files have it, and load() takes it from there.
+
+        Raises:
+            ValueError: the EMA was made without ``decay=shardow.schedules.settable(...)``.
+        """
+        self._averages.engine.set_decay(number("decay", decay))
+
     @torch.no_grad()
     def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
         """Before each replay of a CUDA graph that captured update(): counts the step as update() does, and gives the

@@ -28,6 +28,11 @@ def constant(decay: float) -> Schedule:
     return _made("constant", locals())
 
 
+def settable(decay: float) -> Schedule:
+    """d = decay until ``ema.set_decay()`` gives another: for a decay that is only known while training runs."""
+    return _made("settable", locals())
+
+
 def half_life(steps: float) -> Schedule:
     """The old average halves in ``steps`` optimizer steps: d = 2^(-1 / steps)."""
     return _made("half_life", locals())
@@ -205,7 +210,8 @@ def _as_schedule(decay: object) -> Schedule:
 __all__ = [
     "as_schedules", "constant", "cosine", "debiased", "diffusers", "dist_ema", "ema_pytorch", "half_life",
     "half_life_fraction",
-    "half_life_in_samples", "inverse_gamma", "linear", "mean", "power", "tf_warmup", "timm", "warmup", "window",
+    "half_life_in_samples", "inverse_gamma", "linear", "mean", "power", "settable",
+    "tf_warmup", "timm", "warmup", "window",
 ]  # fmt: skip
 
 

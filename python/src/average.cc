@@ -168,6 +168,7 @@ void bind_average(nb::module_& m) {
           },
           "factors"_a, "step"_a = nb::none(),
           "The caller's (decay, weight) of each average; elements held because their parameter was not finite")
+      .def("set_decay", &Average::set_decay, "decay"_a, "Of settable(), from the next update on.")
       .def(
           "prepare_replay",
           [](Average& self, std::optional<int64_t> step, double samples) {

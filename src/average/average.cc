@@ -6,6 +6,7 @@
 
 #include "average/checks.h"
 #include "average/impl.h"
+#include "average/schedule_table.h"
 #include "base/errors.h"
 #include "tensor/dtype.h"
 
@@ -171,6 +172,10 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
     }
     options = std::move(merged);
   }
+  for (size_t k = 0; k < options.schedules.size(); ++k) {
+    if (average::are_settable(options.schedules[k], state.options.schedules[k]))
+      options.schedules[k] = state.options.schedules[k];
+  }
   read_counts();  // a device's, of updates before: they are not the new counters'
   counters = state.counters;
   met.reset();
@@ -183,6 +188,18 @@ std::vector<OptionDifference> Average::differences(std::string_view json) const 
 
 std::span<const Schedule> Average::schedules() const noexcept {
   return impl_->options.schedules;
+}
+
+void Average::set_decay(double decay) {
+  const auto use = impl_->use("set_decay()");
+  std::vector<Schedule>& schedules = impl_->options.schedules;
+  const auto found = std::find_if(schedules.begin(), schedules.end(), average::Schedules::is_settable);
+  if (found == schedules.end()) {
+    fail(Code::kInvalidArgument,
+         "set_decay({}): the schedule {} says what the decay is; make the averages with settable({}) to set it", decay,
+         schedules.front().key(), decay);
+  }
+  *found = Schedule::settable(decay);
 }
 
 std::vector<double> Average::decays() const {

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "average/json.h"
+#include "average/schedule_table.h"
 #include "base/errors.h"
 #include "tensor/dtype.h"
 
@@ -159,6 +160,10 @@ std::vector<Schedule> schedules_in(std::string_view json) {
   return Fields(*object, json).schedules("schedules");
 }
 
+bool are_settable(const Schedule& one, const Schedule& other) {
+  return Schedules::is_settable(one) && Schedules::is_settable(other);
+}
+
 std::vector<OptionDifference> differences(const AverageOptions& file, const AverageOptions& own) {
   std::vector<OptionDifference> found;
   const auto compare = [&](std::string name, std::string theirs, std::string ours) {
@@ -168,6 +173,7 @@ std::vector<OptionDifference> differences(const AverageOptions& file, const Aver
     compare("schedules", std::to_string(file.schedules.size()), std::to_string(own.schedules.size()));
   }
   for (size_t k = 0; k < std::min(file.schedules.size(), own.schedules.size()); ++k) {
+    if (are_settable(file.schedules[k], own.schedules[k])) continue;
     compare(own.schedules.size() == 1 ? "schedule" : fmt::format("schedule/{}", k), file.schedules[k].to_json(),
             own.schedules[k].to_json());
   }

@@ -40,4 +40,7 @@ State state_from_json(std::string_view json);
 /// Of a saved state, whatever else is in it. Throws kCorrupt.
 std::vector<Schedule> schedules_in(std::string_view json);
 
+/// Whether both are Schedule::settable(): their decays are then what set_decay() made of them, and no option.
+bool are_settable(const Schedule& one, const Schedule& other);
+
 }  // namespace shardow::average

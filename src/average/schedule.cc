@@ -80,6 +80,10 @@ std::vector<std::string_view> average::Schedules::kinds() {
   return names;
 }
 
+bool average::Schedules::is_settable(const Schedule& schedule) {
+  return average::schedule_table()[schedule.kind_].settable;
+}
+
 std::string Schedule::to_json() const {
   const Kind& kind = average::schedule_table()[kind_];
   std::string json = fmt::format(R"({{"kind":"{}")", kind.name);
@@ -92,6 +96,7 @@ std::string Schedule::to_json() const {
 std::string Schedule::key() const {
   const Kind& kind = average::schedule_table()[kind_];
   if (kind.name == "constant") return text_of(numbers_[0]);
+  if (kind.settable) return std::string(kind.name);
   std::string numbers;
   for (size_t i = 0; i < numbers_.size(); ++i) {
     if (std::isfinite(numbers_[i]))
@@ -136,6 +141,9 @@ Factors Schedule::factors(const Progress& progress) const {
 
 Schedule Schedule::constant(double decay) {
   return Schedules::make("constant", {{"decay", decay}});
+}
+Schedule Schedule::settable(double decay) {
+  return Schedules::make("settable", {{"decay", decay}});
 }
 Schedule Schedule::half_life(double steps) {
   return Schedules::make("half_life", {{"steps", steps}});

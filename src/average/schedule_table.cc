@@ -181,6 +181,7 @@ double power_gamma(double sigma_rel) {
 std::span<const Kind> schedule_table() {
   static const std::vector<Kind> table = {
       {"constant", {{"decay", kDecay}}, constant},
+      {"settable", {{"decay", kDecay}}, constant, /*rising=*/false, /*settable=*/true},
       {"half_life", {{"steps", kPositive}}, half_life_in_steps},
       {"half_life_in_samples", {{"samples", kPositive}}, half_life_in_samples},
       {"half_life_fraction", {{"fraction", kPositive}, {"max_steps", kPositive, kInfinity}}, half_life_fraction},

@@ -31,7 +31,8 @@ struct Kind {
   std::string_view name;
   std::vector<Parameter> parameters;
   Factors (*factors)(std::span<const double> numbers, const Progress& progress);
-  bool rising = false;  ///< no number may be below the one before
+  bool rising = false;    ///< no number may be below the one before
+  bool settable = false;  ///< its number is state, which set_decay() changes; key() lacks it
 };
 
 std::span<const Kind> schedule_table();
@@ -41,6 +42,7 @@ struct [[gnu::visibility("hidden")]] Schedules {
   using Numbers = std::map<std::string, double, std::less<>>;
   static Schedule make(std::string_view kind, const Numbers& numbers);
   static std::vector<std::string_view> kinds();
+  static bool is_settable(const Schedule& schedule);
 };
 
 /// gamma of the power function with this relative width.

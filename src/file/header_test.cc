@@ -195,6 +195,17 @@ TEST(Header, OfManyTensorsIsDividedByMaxShardSize) {
   EXPECT_EQ(tensors, 1200u);
 }
 
+TEST(Header, OfFilesIsDividedWhereTheNextTensorDoesNotFit) {
+  std::vector<Shared> all;
+  for (const char* const name : {"a", "b", "c"})
+    all.push_back({name, DType::kU8, {8}, Shared::Pieces({{Region::whole({8}), {0}}})});
+  const std::vector<Volume> volumes = {{"", std::make_shared<const std::vector<Shared>>(std::move(all))}};
+  for (const auto& [most, files] : {std::pair(7, 3), {8, 3}, {15, 3}, {16, 2}, {23, 2}, {24, 1}}) {
+    const Arrangement arrangement(volumes, {.max_shard_size = most});
+    EXPECT_EQ(arrangement.files().size(), static_cast<size_t>(files)) << most;
+  }
+}
+
 TEST(Header, IsNotWrittenWhereNoReaderWouldTakeIt) {
   EXPECT_THROW(lay_out({{"\xff", DType::kU8, {}, 0, 0}}, {}), Error);
   EXPECT_THROW(lay_out({{"__metadata__", DType::kU8, {}, 0, 0}}, {}), Error);

@@ -194,6 +194,9 @@ TEST_F(Opening, KeepsFewFilesOpenAndClosesThemWithTheLastCopy) {
       EXPECT_EQ(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()), std::to_string(1000 + i));
     }
     EXPECT_GT(open_files(), before);
+    write_file(folder_ / "another", "t0", "U8", 4, "none");
+    fs::rename(folder_ / "another", folder_ / "t0.safetensors");
+    expect(Code::kIo, "was closed, since too many files were open, and replaced", [&] { read_whole(opened, "t0"); });
   }
   EXPECT_EQ(open_files(), before);
 }

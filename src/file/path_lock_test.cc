@@ -3,9 +3,12 @@
 
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <functional>
 #include <map>
 
@@ -64,6 +67,21 @@ TEST_F(Saving, WaitsForALivingSaveToTheSamePathAndSaysSoWhereThatDoesNotEnd) {
     expect_version(4, path);
   }
   EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", "b.safetensors", "model"}));
+}
+
+/// A lock belongs to the open file, which a child that is forked meanwhile (a data loader's) has as well.
+TEST_F(Saving, EndsItsLockThoughAChildThatWasForkedMeanwhileLives) {
+  Lock lock(folder_ / "model");
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (;;) ::pause();
+  }
+  ASSERT_GT(child, 0);
+  lock.release();
+  base::FileLock next;
+  EXPECT_EQ(next.take(file::lock_path(folder_ / "model")), base::FileLock::Result::kHeld);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
 }
 
 /// Whoever saves into a directory, and whoever saves one file of it, leave each other's temporary files alone.

@@ -112,6 +112,30 @@ TEST_F(PowerCut, LeavesTheOldCheckpointOrTheNewOneWhole) {
   }
 }
 
+/// Few files are open at a time; each machine flushes what it wrote before it closes one.
+TEST_F(PowerCut, FindsWhatAMachineWroteFlushedByItHoweverManyFilesThereAre) {
+  std::vector<Spec> specs;
+  for (int i = 0; i < 100; ++i) specs.push_back({"t" + std::to_string(i), DType::kF32, {64, 8}});
+  fs::create_directories(folder_ / "live");
+  Recorder recorder(folder_ / "live");
+  machine_.syscalls = &recorder;
+  const auto codes = on_ranks(2, [&](Group& group) {
+    testing_disk::machine = group.rank();
+    auto held = hold(specs, rows, group.rank(), 2, true);
+    save(group, views_of(held), folder_ / "live" / "model", {.max_shard_size = 2048});
+  });
+  machine_.syscalls = nullptr;
+  EXPECT_EQ(codes, all(2, kFine));
+  std::set<std::pair<int, int>> written, unflushed;  // (machine, file)
+  for (const Call& call : recorder.recording.calls) {
+    if (call.kind == Call::Kind::kWrite)
+      written.emplace(call.machine, call.node), unflushed.emplace(call.machine, call.node);
+    if (call.kind == Call::Kind::kFlush) unflushed.erase({call.machine, call.node});
+  }
+  EXPECT_GT(written.size(), 100u);
+  EXPECT_EQ(unflushed.size(), 0u);
+}
+
 /// From the commit on, the disk is dead, or its next flush fails.
 class Failing : public Recorder {
  public:

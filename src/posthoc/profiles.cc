@@ -45,6 +45,11 @@ class Shares {
     for (const Profile& profile : profiles_) {
       exponents_.emplace_back();
       for (const Schedule& one : profile) {
+        if (average::Schedules::is_settable(one)) {
+          base::fail(Code::kUnsupported,
+                     "a decay that set_decay() changes: snapshots do not say which one each update had; average after "
+                     "the fact with other schedules");
+        }
         const auto sigma_rel = sigma_rel_of(one);
         exponents_.back().push_back(sigma_rel ? average::power_gamma(*sigma_rel) + 1 : 0);
       }

@@ -123,6 +123,9 @@ TEST(RegionEquality, IsOfElementsNotOfHowTheyWereCut) {
   EXPECT_FALSE(rows == Region::grid({6, 4}, {{{1, 3}}, {{0, 4}}}));
   EXPECT_FALSE(rows == Region::grid({4, 6}, {{{2, 4}}, {{0, 4}}}));
   EXPECT_FALSE(rows == Region::grid({6, 4}, {{{2, 4}}, {{0, 3}}}));
+  const Region all = Region::whole({6, 4});
+  EXPECT_FALSE(all.window(0, 8) == all.window(8, 16));
+  EXPECT_FALSE(all.window(0, 8) == Region::whole({6, 4}).window(8, 16));
 }
 
 TEST(RegionEquality, AgreesWithTheElements) {

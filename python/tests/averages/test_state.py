@@ -89,6 +89,45 @@ def test_ones_own_options_can_be_kept(how: str, tmp_path: Path) -> None:
     assert same(averages(old), averages(new))
 
 
+@pytest.mark.parametrize("options", ["file", "own"])
+def test_a_decay_that_is_set_holds_from_the_next_update_and_is_resumed(how: str, options: str, tmp_path: Path) -> None:
+    settable = shardow.schedules.settable
+    model, old = make([settable(0.5), 0.9])
+    expected = model[0].weight.detach().clone()
+    for decay in (0.5, 0.75, 1, 0):
+        if decay != 0.5:
+            old.set_decay(decay)
+        wander(model, old, steps=2)
+        assert [old.stats()[f"decay/{k}"] for k in (0, 1)] == [decay, 0.9]
+        if decay == 0:
+            expected = model[0].weight.detach()
+            assert torch.equal(averages(old)[0]["0.weight"], expected)
+    old.set_decay(0.75)
+    _, new = make([settable(0.25), 0.9], seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        through(how, old, new, tmp_path, options=options)
+    assert (new.decays, new.stats()["decay/0"], new.stats()["decay/1"]) == (("settable", "0.9"), 0.75, 0.9)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    new.load_state_dict(old.state_dict())
+    old.update()
+    torch.testing.assert_close(averages(old)[0]["0.weight"], expected - 0.75)
+
+
+def test_a_decay_is_set_where_the_schedule_lets_it_be_and_in_its_range() -> None:
+    _, ema = make(0.9)
+    with pytest.raises(shardow.Error, match=r"set_decay\(0\.99\): the schedule 0\.9 says .*settable\(0\.99\)"):
+        ema.set_decay(0.99)
+    _, ema = make(shardow.schedules.settable(0.9))
+    for wrong in (1.5, -0.1, float("nan"), "0.9x"):
+        with pytest.raises(shardow.Error, match=r"decay"):
+            ema.set_decay(wrong)  # type: ignore[arg-type]
+    assert ema.stats()["decay"] == 0.9
+    with pytest.raises(shardow.Error, match=r"settable is given twice"):
+        make([shardow.schedules.settable(0.9), shardow.schedules.settable(0.99)])
+
+
 def test_the_same_options_say_nothing(how: str, tmp_path: Path) -> None:
     model, old = make([0.9, 0.5])
     wander(model, old)

@@ -32,6 +32,17 @@ def record_of(directory: Path, step: int) -> Any:
         return json.loads(opened.metadata["shardow.snapshot"])
 
 
+def test_a_decay_that_was_set_while_the_run_went_on_is_not_known_afterwards(tmp_path: Path) -> None:
+    model, ema = runs.started(shardow.schedules.settable(0.5))
+    for step in (1, 2):
+        ema.set_decay(step / 4)
+        runs.put(model, step)
+        ema.update()
+        ema.snapshot(tmp_path, every=1)
+    with pytest.raises(NotImplementedError, match=r"set_decay\(\).*other schedules"):
+        posthoc.plan(tmp_path, 0.1)
+
+
 def test_what_is_due_is_saved_once(tmp_path: Path) -> None:
     model, ema = runs.started(runs.powers(*TWO))
     told = []

@@ -42,7 +42,7 @@ def decay(kind: str, x: Numbers, n: int) -> float:
     """Of step n; schedules of updates or samples have none."""
     m = n - x.get("update_after_step", 0) - 1
     match kind:
-        case "constant":
+        case "constant" | "settable":
             return x["decay"]
         case "half_life":
             return float(2 ** (-1 / x["steps"]))

@@ -32,6 +32,7 @@ powers = st.floats(0.1, 2)
 
 KINDS: dict[str, dict[str, st.SearchStrategy[float]]] = {
     "constant": {"decay": decays},
+    "settable": {"decay": decays},
     "half_life": {"steps": positive},
     "half_life_in_samples": {"samples": positive},
     "half_life_fraction": {"fraction": positive, "max_steps": positive},

@@ -3,15 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
-#include <limits>
 #include <map>
 #include <set>
 
 #include "base/errors.h"
 #include "cli/lanes.h"
+#include "cli/numbers.h"
 #include "file/layout.h"
-#include "kernels/kernels.h"
 #include "tensor/dtype.h"
 
 namespace shardow::cli {
@@ -64,99 +62,6 @@ bool can_read(const file::Entry& a, const file::Entry& b) {
          (has_values(a.dtype) && has_values(b.dtype) && a.dtype != DType::kC64 && b.dtype != DType::kC64);
 }
 
-constexpr int64_t kBlock = 1024;      // elements that are converted at once, on the stack
-constexpr int64_t kChunk = 32 << 10;  // elements that are read at once: 256 KiB of the widest dtype
-
-template <class T>
-void convert(const std::byte* from, long double* to, int64_t count) noexcept {
-  for (int64_t i = 0; i < count; ++i) {
-    T value;
-    std::memcpy(&value, from + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
-    to[i] = static_cast<long double>(value);
-  }
-}
-
-/// Converts F16 and BF16.
-void convert_halves(const std::byte* from, DType dtype, long double* to, int64_t count) noexcept {
-  std::array<float, kBlock> floats;
-  kernels::cpu::cast(from, dtype, floats.data(), DType::kF32, count);
-  std::copy_n(floats.begin(), count, to);
-}
-
-/// A float of 8 bits: `mantissa` bits at its end, exponents with this bias; `finite` and `fnuz` are the ways in which
-/// it has no infinity.
-double small_float(unsigned bits, int mantissa, int bias, bool ieee, bool fnuz) {
-  const unsigned magnitude = bits & 0x7f, exponent = magnitude >> mantissa,
-                 fraction = magnitude & ((1u << mantissa) - 1);
-  const unsigned top = 0x7fu >> mantissa;
-  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-  if (fnuz && bits == 0x80) return kNan;
-  if (ieee && exponent == top)
-    return fraction != 0 ? kNan : (bits & 0x80 ? -1 : 1) * std::numeric_limits<double>::infinity();
-  if (!ieee && !fnuz && magnitude == 0x7f) return kNan;
-  const double value = exponent == 0
-                           ? std::ldexp(fraction, 1 - bias - mantissa)
-                           : std::ldexp((1u << mantissa) + fraction, static_cast<int>(exponent) - bias - mantissa);
-  return (bits & 0x80) != 0 ? -value : value;
-}
-
-using Table = std::array<double, 256>;
-
-template <class Fn>
-Table table_of(Fn value) {
-  Table table{};
-  for (unsigned i = 0; i < 256; ++i) table[i] = value(i);
-  return table;
-}
-
-const Table& table_for(DType dtype) {
-  static const Table e5m2 = table_of([](unsigned i) { return small_float(i, 2, 15, true, false); });
-  static const Table e4m3 = table_of([](unsigned i) { return small_float(i, 3, 7, false, false); });
-  static const Table e5m2fnuz = table_of([](unsigned i) { return small_float(i, 2, 16, false, true); });
-  static const Table e4m3fnuz = table_of([](unsigned i) { return small_float(i, 3, 8, false, true); });
-  static const Table e8m0 =
-      table_of([](unsigned i) { return i == 255 ? std::nan("") : std::ldexp(1.0, static_cast<int>(i) - 127); });
-  switch (dtype) {
-    case DType::kF8E5M2: return e5m2;
-    case DType::kF8E4M3: return e4m3;
-    case DType::kF8E5M2Fnuz: return e5m2fnuz;
-    case DType::kF8E4M3Fnuz: return e4m3fnuz;
-    default: return e8m0;
-  }
-}
-
-/// Converts at most kBlock elements; a C64 counts as two.
-void to_numbers(const std::byte* from, DType dtype, long double* to, int64_t count) noexcept {
-  switch (dtype) {
-    case DType::kF64: return convert<double>(from, to, count);
-    case DType::kF32: return convert<float>(from, to, count);
-    case DType::kC64: return convert<float>(from, to, 2 * count);
-    case DType::kF16:
-    case DType::kBF16: return convert_halves(from, dtype, to, count);
-    case DType::kBool:
-    case DType::kU8: return convert<uint8_t>(from, to, count);
-    case DType::kI8: return convert<int8_t>(from, to, count);
-    case DType::kI16: return convert<int16_t>(from, to, count);
-    case DType::kU16: return convert<uint16_t>(from, to, count);
-    case DType::kI32: return convert<int32_t>(from, to, count);
-    case DType::kU32: return convert<uint32_t>(from, to, count);
-    case DType::kI64: return convert<int64_t>(from, to, count);
-    case DType::kU64: return convert<uint64_t>(from, to, count);
-    case DType::kF8E5M2:
-    case DType::kF8E4M3:
-    case DType::kF8E8M0:
-    case DType::kF8E4M3Fnuz:
-    case DType::kF8E5M2Fnuz: {
-      const Table& table = table_for(dtype);
-      for (int64_t i = 0; i < count; ++i) to[i] = table[static_cast<uint8_t>(from[i])];
-      return;
-    }
-    case DType::kF4:
-    case DType::kF6E2M3:
-    case DType::kF6E3M2: return;
-  }
-}
-
 void add_number(Deviation& sums, long double a, long double b) noexcept {
   if (std::isfinite(a)) sums.squares_a += a * a;
   if (a == b || (std::isnan(a) && std::isnan(b))) return;
@@ -175,23 +80,15 @@ struct Chunks {
   Pair& pair;
   std::vector<std::byte> a = {}, b = {};
 
-  static void read(const file::Catalog& catalog, const file::Stored& stored, int64_t begin, int64_t end,
-                   std::vector<std::byte>& memory) {
-    const file::Catalog::Source& source = catalog.files[stored.file];
-    const int64_t first = file::bytes_of(begin, stored.entry);
-    memory.resize(static_cast<size_t>(file::bytes_of(end, stored.entry) - first));
-    source.file->handle()->read(memory, source.data_begin + stored.entry.begin + first);
-  }
-
   /// Calls work(count) for one chunk after the other, until it returns false.
   template <class Work>
   void for_each(const Work& work) {
     const int64_t size = Region::whole(pair.a->entry.shape).size();
-    for (int64_t begin = 0; begin < size; begin += kChunk) {
+    for (int64_t begin = 0; begin < size; begin += kMostElements) {
       check_interrupted();
-      const int64_t end = std::min(begin + kChunk, size);
-      read(*pair.catalog_a, *pair.a, begin, end, a);
-      read(*pair.catalog_b, *pair.b, begin, end, b);
+      const int64_t end = std::min(begin + kMostElements, size);
+      read_elements(*pair.catalog_a, *pair.a, begin, end, a);
+      read_elements(*pair.catalog_b, *pair.b, begin, end, b);
       if (!work(end - begin)) return;
     }
   }
@@ -199,9 +96,9 @@ struct Chunks {
   void add_numbers(int64_t count) {
     const DType dtype_a = pair.a->entry.dtype, dtype_b = pair.b->entry.dtype;
     const int64_t parts = dtype_a == DType::kC64 ? 2 : 1;
-    std::array<long double, kBlock> x, y;
-    for (int64_t begin = 0; begin < count; begin += kBlock / parts) {
-      const int64_t size = std::min(kBlock / parts, count - begin);
+    std::array<long double, kMostNumbers> x, y;
+    for (int64_t begin = 0; begin < count; begin += kMostNumbers / parts) {
+      const int64_t size = std::min(kMostNumbers / parts, count - begin);
       to_numbers(a.data() + begin * dtype_bits(dtype_a) / 8, dtype_a, x.data(), size);
       to_numbers(b.data() + begin * dtype_bits(dtype_b) / 8, dtype_b, y.data(), size);
       for (size_t i = 0; i < static_cast<size_t>(size * parts); ++i) add_number(pair.deviation, x[i], y[i]);
@@ -244,10 +141,6 @@ void compare_pair(Pair& pair, const Told& told) {
 }
 
 }  // namespace
-
-bool has_values(DType dtype) noexcept {
-  return dtype_bits(dtype) >= 8;
-}
 
 double Deviation::rms() const noexcept {
   const int64_t counted = elements - not_finite;

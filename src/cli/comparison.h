@@ -24,8 +24,6 @@ struct Deviation {
   double relative() const noexcept;  ///< |a - b| / |a|, in norms; infinite where a is 0 and b is not
 };
 
-bool has_values(DType dtype) noexcept;  ///< F4 and F6 have none here: their bytes are compared, and no numbers
-
 /// A tensor that both have.
 struct Pair {
   std::string name;

@@ -1,10 +1,12 @@
-// What a checkpoint holds, from its headers alone.
+// What a checkpoint holds, from its headers alone; with --values from all of its numbers.
 #include <algorithm>
 #include <map>
 #include <set>
 
 #include "average/counters.h"
 #include "cli/app.h"
+#include "cli/lanes.h"
+#include "cli/numbers.h"
 #include "cli/sources.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
@@ -17,9 +19,33 @@ namespace shardow::cli {
 namespace {
 
 struct InspectOptions {
-  std::string path;
-  bool json = false, tree = false, full = false;
+  std::vector<std::string> paths;
+  bool json = false, tree = false, full = false, values = false;
 };
+
+using Values = std::map<std::string, Extremes>;  ///< by name; of tensors that have numbers
+
+/// Reads all tensors, several at once.
+Values values_of(const Checkpoint& checkpoint) {
+  const file::Catalog& catalog = file::Inside::of(checkpoint);
+  std::vector<std::pair<const file::Stored*, Extremes*>> jobs;
+  Values values;
+  int64_t total = 0;
+  for (const file::Stored& stored : catalog.tensors) {
+    if (!has_values(stored.entry.dtype)) continue;
+    jobs.emplace_back(&stored, &values[stored.entry.name]);
+    total += stored.entry.end - stored.entry.begin;
+  }
+  ProgressLine line("inspect");
+  std::atomic<int64_t> done{0};
+  in_lanes(static_cast<int64_t>(jobs.size()), kLanes, [&](int64_t job, int lane) {
+    const auto& [stored, extremes] = jobs[static_cast<size_t>(job)];
+    *extremes = extremes_of(catalog, *stored);
+    done += stored->entry.end - stored->entry.begin;
+    if (lane == 0) line.tell(done, total);
+  });
+  return values;
+}
 
 struct Totals {
   int64_t tensors = 0, elements = 0, bytes = 0;
@@ -79,22 +105,34 @@ void print_metadata(const Source& source, bool full) {
   }
 }
 
-struct Row {
-  std::string name, dtype, shape, bytes;
-};
+using Row = std::vector<std::string>;
 
+/// The last columns are numbers, on the right.
 void print_table(const std::vector<Row>& rows) {
-  Row width{"NAME", "DTYPE", "SHAPE", "SIZE"};
-  std::array<size_t, 3> widths = {4, 5, 5};
-  for (const Row& row : rows)
-    widths = {std::max(widths[0], row.name.size()), std::max(widths[1], row.dtype.size()),
-              std::max(widths[2], row.shape.size())};
-  const auto line = [&](const Row& row) {
-    return fmt::format("{:{}}  {:{}}  {:{}}  {:>10}", row.name, widths[0], row.dtype, widths[1], row.shape, widths[2],
-                       row.bytes);
-  };
-  print("{}\n", coloured(Colour::kBold, line(width)));
-  for (const Row& row : rows) print("{}\n", line(row));
+  constexpr size_t kTexts = 3;
+  std::vector<size_t> widths(rows[0].size(), 0);
+  for (const Row& row : rows) {
+    for (size_t c = 0; c < row.size(); ++c) widths[c] = std::max(widths[c], row[c].size());
+  }
+  for (const Row& row : rows) {
+    std::string line;
+    for (size_t c = 0; c < row.size(); ++c) {
+      if (c > 0) line += "  ";
+      line += c < kTexts ? fmt::format("{:{}}", row[c], widths[c])
+                         : fmt::format("{:>{}}", row[c], std::max<size_t>(widths[c], c == kTexts ? 10 : 0));
+    }
+    print("{}\n", &row == rows.data() ? coloured(Colour::kBold, line) : line);
+  }
+}
+
+/// Least, most, NaN, infinite; "-" for what there is not.
+Row columns_of(const Values& values, const std::string& name) {
+  const auto found = values.find(name);
+  if (found == values.end()) return {"-", "-", "-", "-"};
+  const Extremes& one = found->second;
+  const bool finite = one.numbers > one.nan + one.infinite;
+  const auto shown_number = [&](long double number) { return finite ? fmt::format("{:.6g}", number) : "-"; };
+  return {shown_number(one.least), shown_number(one.most), std::to_string(one.nan), std::to_string(one.infinite)};
 }
 
 /// Names are paths of words with dots between them: each word once, with what lies below it.
@@ -123,14 +161,13 @@ void print_tree(const Checkpoint& checkpoint, const std::vector<std::string>& na
   }
 }
 
-void print_text(const Source& source, const InspectOptions& options) {
+void print_text(const Source& source, const std::string& asked, const InspectOptions& options) {
   const Checkpoint& checkpoint = source.checkpoint;
   const std::vector<std::string> names = checkpoint.names();
   Totals totals;
   for (const std::string& name : names) totals.add(checkpoint.tensor(name));
-  const std::filesystem::path path = std::filesystem::path(options.path) / source.label;
-  print("{}\n",
-        coloured(Colour::kBold, shown((source.label.empty() ? std::filesystem::path(options.path) : path).string())));
+  const std::filesystem::path path = std::filesystem::path(asked) / source.label;
+  print("{}\n", coloured(Colour::kBold, shown((source.label.empty() ? std::filesystem::path(asked) : path).string())));
   std::string dtypes;
   for (const auto& [dtype, count] : totals.dtypes) dtypes += fmt::format(", {} {}", count, dtype);
   print("  {}{}; {}, {}, {}\n", counted(totals.tensors, "tensor"), dtypes.empty() ? "" : " (" + dtypes.substr(2) + ")",
@@ -142,18 +179,40 @@ void print_text(const Source& source, const InspectOptions& options) {
   if (options.tree) {
     print_tree(checkpoint, names, 0, names.size(), 0, 0);
   } else {
-    std::vector<Row> rows;
+    const Values values = options.values ? values_of(checkpoint) : Values();
+    std::vector<Row> rows = {{"NAME", "DTYPE", "SHAPE", "SIZE"}};
+    if (options.values) rows[0].insert(rows[0].end(), {"MIN", "MAX", "NAN", "INF"});
     for (const std::string& name : names) {
       const StoredTensor tensor = checkpoint.tensor(name);
-      rows.push_back(
-          {shown(name), std::string(dtype_name(tensor.dtype)), shown_shape(tensor.shape), shown_bytes(tensor.bytes)});
+      Row& row = rows.emplace_back(Row{shown(name), std::string(dtype_name(tensor.dtype)), shown_shape(tensor.shape),
+                                       shown_bytes(tensor.bytes)});
+      if (!options.values) continue;
+      const Row columns = columns_of(values, name);
+      row.insert(row.end(), columns.begin(), columns.end());
     }
     print_table(rows);
   }
 }
 
-void add_tensors(Json& json, const Checkpoint& checkpoint) {
-  const std::vector<StoredFile> files = checkpoint.files();
+void add_values(Json& json, const Values& values, const std::string& name) {
+  const auto found = values.find(name);
+  json.key("values");
+  if (found == values.end()) {
+    json.null();
+    return;
+  }
+  const Extremes& one = found->second;
+  const bool finite = one.numbers > one.nan + one.infinite;
+  json.begin_object();
+  for (const auto& [key, number] : {std::pair("min", one.least), std::pair("max", one.most)}) {
+    json.key(key);
+    finite ? json.number(static_cast<double>(number)) : json.null();
+  }
+  json.key("nan").number(one.nan).key("infinite").number(one.infinite).end_object();
+}
+
+void add_tensors(Json& json, const Checkpoint& checkpoint, bool with_values) {
+  const Values values = with_values ? values_of(checkpoint) : Values();
   json.key("tensors").begin_list();
   for (const std::string& name : checkpoint.names()) {
     const StoredTensor tensor = checkpoint.tensor(name);
@@ -166,6 +225,7 @@ void add_tensors(Json& json, const Checkpoint& checkpoint) {
         .number(static_cast<int64_t>(tensor.file));
     json.key("crc32");
     tensor.crc32 ? json.text(fmt::format("{:08x}", *tensor.crc32)) : json.null();
+    if (with_values) add_values(json, values, name);
     json.end_object();
   }
   json.end_list();
@@ -189,35 +249,35 @@ void add_state(Json& json, const Checkpoint& checkpoint) {
   json.end_list().end_object();
 }
 
-void print_json(const std::vector<Source>& sources, const std::string& path) {
-  Json json;
-  json.begin_object().key("path").text(path).key("checkpoints").begin_list();
-  for (const Source& source : sources) {
-    json.begin_object().key("name").text(source.label).key("written_by").text(writer_of(source));
-    json.key("files").begin_list();
-    for (const StoredFile& file : source.checkpoint.files()) json.text(file.path.string());
-    json.end_list().key("metadata").begin_object();
-    for (const auto& [key, value] : source.checkpoint.metadata()) json.key(key).text(value);
-    json.end_object();
-    add_state(json, source.checkpoint);
-    add_tensors(json, source.checkpoint);
-    json.end_object();
-  }
-  json.end_list().end_object();
-  put(json.document() + "\n");
+void add_checkpoint(Json& json, const Source& source, const std::string& path, bool with_values) {
+  json.begin_object().key("path").text(path).key("name").text(source.label).key("written_by").text(writer_of(source));
+  json.key("files").begin_list();
+  for (const StoredFile& file : source.checkpoint.files()) json.text(file.path.string());
+  json.end_list().key("metadata").begin_object();
+  for (const auto& [key, value] : source.checkpoint.metadata()) json.key(key).text(value);
+  json.end_object();
+  add_state(json, source.checkpoint);
+  add_tensors(json, source.checkpoint, with_values);
+  json.end_object();
 }
 
 int inspect(const InspectOptions& options) {
-  const std::vector<Source> sources = open_sources(options.path);
-  if (options.json) {
-    print_json(sources, options.path);
-    return 0;
-  }
+  Json json;
+  json.begin_object();
+  if (options.paths.size() == 1) json.key("path").text(options.paths[0]);
+  json.key("checkpoints").begin_list();
   const char* between = "";
-  for (const Source& source : sources) {
-    put(std::exchange(between, "\n"));
-    print_text(source, options);
+  for (const std::string& path : options.paths) {
+    for (const Source& source : open_sources(path)) {
+      if (options.json) {
+        add_checkpoint(json, source, path, options.values);
+        continue;
+      }
+      put(std::exchange(between, "\n"));
+      print_text(source, path, options);
+    }
   }
+  if (options.json) put(json.end_list().end_object().document() + "\n");
   return 0;
 }
 
@@ -229,13 +289,17 @@ void add_inspect(CLI::App& app, Action& chosen) {
       add_verb(app, chosen, "inspect",
                "Show what a checkpoint holds: names, dtypes, shapes, sizes, metadata, an EMA's schedules and step",
                inspect, options);
-  verb.add_option("PATH", options->path, "file or directory")->required();
+  verb.add_option("PATH", options->paths, "files or directories")->required();
   verb.add_flag("--tree", options->tree, "names as a tree, with the sizes of its branches, in place of a table");
+  verb.add_flag("--values", options->values,
+                "least and largest number of each tensor, how many are NaN and infinite: reads all of it")
+      ->excludes("--tree");
   verb.add_flag("--full", options->full, "texts of the metadata in full");
   add_json(verb, options->json);
   add_examples(verb,
                {{"What is in it", "shardow inspect run/ema.safetensors"},
                 {"Where the bytes are", "shardow inspect --tree model | less"},
+                {"Which tensors have numbers that are not finite", "shardow inspect --values run/ema.safetensors"},
                 {"The step of an EMA", "shardow inspect --json run/ema.safetensors | jq '.checkpoints[0].ema.step'"}});
 }
 

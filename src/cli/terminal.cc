@@ -116,8 +116,10 @@ void ProgressLine::tell(int64_t done, int64_t total) {
   if (seconds - std::max(last_, begin_ + 0.2) < 0.1) return;  // nothing for what is over at once
   last_ = seconds;
   const double speed = static_cast<double>(done) / (seconds - begin_);
-  const std::string line = fmt::format("\r\x1b[K{}: {} of {}, {}/s", what_, shown_bytes(done), shown_bytes(total),
-                                       shown_bytes(static_cast<int64_t>(speed)));
+  const std::string left = done > 0 ? fmt::format(", {:.0f} s left", static_cast<double>(total - done) / speed) : "";
+  const std::string line =
+      fmt::format("\r\x1b[K{}: {} %, {} of {}, {}/s{}", what_, total > 0 ? 100 * done / total : 100, shown_bytes(done),
+                  shown_bytes(total), shown_bytes(static_cast<int64_t>(speed)), left);
   (void)!::write(STDERR_FILENO, line.data(), line.size());
 }
 

@@ -106,6 +106,51 @@ def test_a_name_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
     ) == sorted(names)
 
 
+def test_the_numbers_of_every_dtype_are_looked_through(tmp_path: Path) -> None:
+    inf, nan = float("inf"), float("nan")
+    values = {
+        "f": torch.tensor([3.5, nan, -2.0, inf, -inf, nan]),
+        "bf": torch.tensor([1.0, -0.5], dtype=torch.bfloat16),
+        "e": torch.tensor([448.0, -1.0]).to(torch.float8_e4m3fn),
+        "i": torch.tensor([2**63 - 1, -(2**63)]),
+        "b": torch.tensor([False, True]),
+        "nan": torch.full((3,), nan),
+        "none": torch.zeros(0),
+        "long": torch.cat([torch.zeros(40_000), torch.tensor([-7.0]), torch.zeros(40_000)]),
+    }
+    shardow.save(values, tmp_path / "a.safetensors")
+    table = told("inspect", "--values", tmp_path / "a.safetensors").split("\n\n")[1].splitlines()
+    rows = {line.split()[0]: line.split()[-4:] for line in table}
+    assert rows.pop("NAME") == ["MIN", "MAX", "NAN", "INF"]
+    assert rows == {
+        "f": ["-2", "3.5", "2", "2"],
+        "bf": ["-0.5", "1", "0", "0"],
+        "e": ["-1", "448", "0", "0"],
+        "i": ["-9.22337e+18", "9.22337e+18", "0", "0"],
+        "b": ["0", "1", "0", "0"],
+        "nan": ["-", "-", "3", "0"],
+        "none": ["-", "-", "0", "0"],
+        "long": ["-7", "0", "0", "0"],
+    }
+    (one,) = told_json("inspect", "--values", tmp_path / "a.safetensors")["checkpoints"]
+    found = {tensor["name"]: tensor["values"] for tensor in one["tensors"]}
+    assert found["f"] == {"min": -2.0, "max": 3.5, "nan": 2, "infinite": 2}
+    assert found["none"] == {"min": None, "max": None, "nan": 0, "infinite": 0}
+    assert "values" not in told_json("inspect", tmp_path / "a.safetensors")["checkpoints"][0]["tensors"][0]
+    assert run("inspect", "--values", "--tree", tmp_path / "a.safetensors").returncode == 2
+
+
+def test_several_paths_are_shown_one_after_the_other(tmp_path: Path) -> None:
+    paths = [str(foreign(tmp_path / name, {name: np.zeros(2)})) for name in ("b.safetensors", "a.safetensors")]
+    text = told("inspect", *paths)
+    assert [line for line in text.splitlines() if line in paths] == paths
+    document = told_json("inspect", *paths)
+    assert [one["path"] for one in document["checkpoints"]] == paths
+    assert "path" not in document
+    assert told_json("inspect", paths[0])["path"] == paths[0]
+    assert run("inspect", paths[0], tmp_path / "no").returncode == 3
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
     done = run("inspect", tmp_path / "no.safetensors", "--json")
     assert done.returncode == 3

@@ -145,6 +145,28 @@ TEST(Average, NoiseNeedsNoTableOfRuns) {
   EXPECT_EQ(ema.stats().table_bytes, before);
 }
 
+TEST(Average, NoiseIsOfTheElementOnBothSidesOfAMultipleOf2To32) {
+  const Region all = Region::whole({1 << 17, 1 << 16});
+  constexpr int64_t kMiddle = int64_t{1} << 32, kHalf = 100;
+  OwnTensor both("p", all.window(kMiddle - kHalf, kMiddle + kHalf), 1);
+  OwnTensor before("p", all.window(kMiddle - kHalf, kMiddle), 1), after("p", all.window(kMiddle, kMiddle + kHalf), 1);
+  const auto averaged = [](OwnTensor& tensor, std::span<const float> start, std::span<const float> then) {
+    std::copy(start.begin(), start.end(), tensor.values.begin());
+    Average ema(std::vector{tensor.view}, {.schedules = {Schedule::constant(0.99999)}});
+    std::copy(then.begin(), then.end(), tensor.values.begin());
+    ema.update();
+    return copy_of(ema.views()[0]);
+  };
+  const std::vector<float> start = both.values;
+  both.fill(2);
+  const std::vector<float> then = both.values;
+  const std::span<const float> first(start), second(then);
+  std::vector<float> parts = averaged(before, first.first(kHalf), second.first(kHalf));
+  const std::vector<float> rest = averaged(after, first.last(kHalf), second.last(kHalf));
+  parts.insert(parts.end(), rest.begin(), rest.end());
+  EXPECT_EQ(averaged(both, first, second), parts);
+}
+
 TEST(Average, NoiseIsOfTheElementInLargeShardsOnManyThreads) {
   const Shape shape = {3, 1 << 11, 700};
   OwnTensor whole("p", shape, 1);

@@ -43,6 +43,17 @@ TEST(Average, RemembersTheFirstUpdateThatHeldAnything) {
   EXPECT_EQ(ema.stats().held_non_finite, 8);
 }
 
+TEST(Average, OfAStateThatIsTakenNothingIsRememberedFromBefore) {
+  OwnTensor p("p", {kRows}, 1);
+  Average ema(std::vector{p.view}, with_decay(0.9));
+  const std::string state = ema.state();
+  p.values[5] = std::numeric_limits<float>::infinity();
+  ema.update();
+  ASSERT_TRUE(ema.non_finite());
+  ema.set_state(state);
+  EXPECT_FALSE(ema.non_finite());
+}
+
 TEST(Average, RaisesForNonFiniteElementsNamingTheTensor) {
   OwnTensor p("first", {kRows}, 1), q("second", {kRows}, 2);
   AverageOptions options = with_decay(0.9);

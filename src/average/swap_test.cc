@@ -230,6 +230,36 @@ TEST(SwapOfReplicas, StoppedOnOneRankComesBackOnAllAtOnce) {
   FAIL() << "never got through";
 }
 
+TEST(SwapOfReplicas, StoppedWhenAllIsBackOnOneRankEndsWithTheOther) {
+  constexpr int kSteps = 4;  // of swap_out(): before each view, before the parts are sent and after it
+  average::swap_seam = stop;
+  on_two_ranks([&](int rank, Group& group) {
+    std::vector<float> memory(64, 1.0f);
+    const std::vector<TensorView> views = {{"a", DType::kF32, Region::whole({48}), memory.data()},
+                                           {"b", DType::kF32, Region::whole({16}), memory.data() + 48}};
+    Average ema(views,
+                {.schedules = {Schedule::constant(0.5)}, .replicas = &group, .timeout = std::chrono::seconds(20)});
+    for (size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);
+    ema.update();
+    const std::vector<float> before = memory;
+    ema.swap_in();
+    steps_left = rank == 1 ? kSteps - 1 : -1;
+    stops_left = 1;
+    bool stopped = false;
+    try {
+      ema.swap_out();
+    } catch (const Stopped&) {
+      stopped = true;
+    }
+    EXPECT_EQ(stopped, rank == 1);
+    EXPECT_EQ(ema.swapped(), stopped);
+    EXPECT_NO_THROW(ema.swap_out());
+    EXPECT_FALSE(ema.swapped());
+    EXPECT_EQ(memory, before);
+  });
+  average::swap_seam = nullptr;
+}
+
 TEST(Swap, IsTheSameOnAnyThreads) {
   constexpr int64_t kCount = (1 << 20) + 37;
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {

@@ -12,6 +12,7 @@
 #include "file/device.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
+#include "kernels/memory.h"
 #include "shardow/average.h"
 #include "shardow/group.h"
 
@@ -140,6 +141,40 @@ TEST_F(CudaCalls, TheStreamWaitsForTheLastCopyAndTheHostDoesNot) {
   ema_->wait();
 }
 
+TEST_F(CudaCalls, AnotherStreamWaitsForTheCopiesOfAveragesOnTheHost) {
+  make(true);
+  ema_->update();
+  ema_->finish_reading();  // the stream before waits for the last copy, and the other one for that stream
+  ema_->wait();
+  const Numbers follows{{"record", 1}, {"stream waits", 1}};
+  EXPECT_EQ(calls_of([&] { ema_->set_stream(0, fake::stream(0, 2)); }), follows);
+  EXPECT_EQ(fake::calls_of("stream waits").back().stream, fake::stream(0, 2));
+  EXPECT_EQ(fake::calls_of("record").back().stream, fake::stream(0, 1));
+}
+
+TEST_F(CudaCalls, ASwapGoesBackOnTheStreamThatIsFollowedByThen) {
+  make();
+  ema_->swap_in();
+  ema_->set_stream(0, fake::stream(0, 2));
+  fake::world().log.clear();
+  ema_->swap_out();
+  const auto launches = fake::calls_of("launch");
+  ASSERT_FALSE(launches.empty());
+  for (const fake::Call& launch : launches) EXPECT_EQ(launch.stream, fake::stream(0, 2));
+}
+
+TEST_F(CudaCalls, MemoryThatWasHandedOnGoesBackToWhereItIsFrom) {
+  const Device device{Device::Kind::kCuda, 0};
+  {
+    kernels::Memory pinned = kernels::Memory::pinned(64, device), on_host(64, Device{}), on_device(64, device);
+    fake::world().log.clear();
+    std::swap(pinned, on_host);
+    on_device = std::move(on_host);
+  }
+  EXPECT_EQ(fake::calls_of("unpin").size(), 1u);
+  EXPECT_EQ(fake::calls_of("free").size(), 1u);
+}
+
 TEST_F(CudaCalls, AnUpdateInACaptureTakesItsStepFromTheDevice) {
   make(false, {.schedules = {Schedule::constant(0.99999)}, .start_step = 40});
   ema_->update();
@@ -190,6 +225,47 @@ TEST_F(CudaCalls, AReplayIsPreparedOnEveryDeviceOrOnNone) {
   });
   EXPECT_EQ(ema_->stats().step, 0);
   EXPECT_EQ(calls_of(prepare)["copy"], 2);
+}
+
+/// More of them than there are pinned steps, on a device that is late.
+TEST_F(CudaCalls, EachOfManyReplaysInARowTakesItsOwnStep) {
+  const kernels::testing::GraphCalls& graphs = kernels::testing::graph_calls();
+  const AverageOptions options{.schedules = {Schedule::mean()}};
+  for (uint64_t seed = 0; seed < 5; ++seed) {
+    fake::reset({.num_devices = 1, .seed = seed});
+    const kernels::testing::Current current(0);
+    void *const stream = fake::stream(0, 1), *graph = nullptr, *replay = nullptr;
+    std::vector<float> weights(7);
+    const TensorView view{"p", DType::kF32, Region::whole({7}), weights.data()};
+    Average oracle(std::vector{view}, options);
+    views_ = {view, view};
+    for (TensorView& on_device : views_) {
+      on_device.device = {Device::Kind::kCuda, 0, stream};
+      on_device.data = kernels::cuda::allocate(sizeof(float) * 7, 0);
+      std::fill_n(static_cast<float*>(on_device.data), 7, 0.0f);
+    }
+    ema_ =
+        std::make_unique<Average>(std::vector{views_[0]}, std::vector<std::vector<TensorView>>{{views_[1]}}, options);
+    fake::synchronize();
+    std::fill_n(weights.begin(), 7, 1.0f);
+    std::fill_n(static_cast<float*>(views_[0].data), 7, 1.0f);
+    graphs.begin_capture(stream, kernels::testing::kGlobal);
+    ema_->update();
+    graphs.end_capture(stream, &graph);
+    graphs.instantiate(&replay, graph, 0);
+    for (int step = 0; step < 50; ++step) {
+      ema_->prepare_replay();
+      graphs.launch(replay, stream);
+      oracle.update();
+    }
+    fake::synchronize();
+    const auto* const averages = static_cast<const float*>(views_[1].data);
+    const auto* const wanted = static_cast<const float*>(oracle.views()[0].data);
+    EXPECT_TRUE(std::equal(averages, averages + 7, wanted)) << seed << ": " << averages[0] << " and " << wanted[0];
+    graphs.destroy(graph);
+    graphs.destroy_replay(replay);
+    TearDown();
+  }
 }
 
 TEST_F(CudaCalls, AReplayThatIsRefusedLeavesTheErrorOfTheUpdateBefore) {

@@ -75,7 +75,9 @@ class Mutant:
         paths = [ROOT / self.file, *(ROOT / test.partition("::")[0] for test in self.of_python)]
         for program, _ in self.programs:
             name = program.removesuffix("_test")
-            paths += sorted([*(ROOT / "src" / name).glob("*_test.cc"), *(ROOT / "tests" / name).glob("*.cc")])
+            own = {ROOT / "tests" / name, ROOT / "tests" / name.partition("_")[0]}  # cuda_calls_test is in tests/cuda
+            sources = [path for folder in own for path in folder.glob("*.cc")]
+            paths += sorted([*(ROOT / "src" / name).glob("*_test.cc"), *sources])
         for folder in [path for path in paths if path.is_dir()]:
             paths += sorted(folder.rglob("*.py"))
         digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode())
@@ -100,6 +102,7 @@ class Tree:
         self.root = BUILD / name
         self.python = self.root / ".venv" / "bin" / "python"
         self.folder_of_build = self.root / "build" / "release"
+        self.last_failure = BUILD / f"last-failure-{name}.txt"
 
     def make(self) -> None:
         """Copies what differs, so that what did not change is not compiled again."""
@@ -115,8 +118,8 @@ class Tree:
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.root / ".venv"], check=True)
         # Only paths: .venv's own .pth file would put the tree that it is installed from in front.
         ours = next((self.root / ".venv" / "lib").glob("python3*/site-packages"))
-        theirs = next(path for path in map(Path, sys.path) if path.name == "site-packages")
-        (ours / "paths.pth").write_text(f"{self.root / 'python'}\n{theirs}\n")
+        packages = next(path for path in map(Path, sys.path) if path.name == "site-packages")
+        (ours / "paths.pth").write_text(f"{self.root / 'python'}\n{packages}\n")
 
     def link_extension(self) -> None:
         module = next(self.folder_of_build.glob("_core*.so"))
@@ -156,7 +159,7 @@ class Tree:
         ]
         arguments = dict.fromkeys(test for mutant in mutants for test in mutant.of_python)
         if arguments:
-            commands.append([str(self.python), "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments])
+            commands.append([str(self.python), "-m", "pytest", "-x", "-rfE", "-p", "no:cacheprovider", *arguments])
         return next((failed for command in commands if (failed := self._failed(command, deadline))), "")
 
     def _failed(self, command: list[str], deadline: float) -> str:
@@ -182,16 +185,17 @@ class Tree:
             raise SystemExit(f"pytest ended with {code}:\n{text[-3000:]}")
         failures = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR", "[  FAILED  ]"))]
         ended = f"{Path(command[0]).name} " + ("stood still" if code is None else f"ended with {code}")
-        (BUILD / "last-failure.txt").write_text(text)
+        self.last_failure.write_text(text)
         return failures[0][:150] if failures else ended
 
 
 class EngineTree(Tree):
-    """The engine's, with a build of its own."""
+    """The engine's, which is compiled in it."""
 
     def prepare(self, mutants: Sequence[Mutant]) -> None:
         self.make()
-        launcher = [f"-DCMAKE_CXX_COMPILER_LAUNCHER={found}" for found in [shutil.which("ccache")] if found]
+        ccache = shutil.which("ccache")
+        launcher = [f"-DCMAKE_CXX_COMPILER_LAUNCHER={ccache}"] if ccache else []
         options = ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0", "-DSHARDOW_PYTHON=ON", *launcher]
         options.append(f"-DPython_EXECUTABLE={self.python}")
         self._cmake("-S", self.root, "-B", self.folder_of_build, "-G", "Ninja", *options)
@@ -216,6 +220,7 @@ class Lane(threading.Thread):
     def __init__(self, tree: Tree, mutants: list[Mutant], results: dict[Mutant, str]) -> None:
         super().__init__()
         self._tree, self._mutants, self._results = tree, mutants, results
+        self._digests = {mutant: mutant.digest() for mutant in mutants}  # of the tests that the tree gets
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -230,14 +235,14 @@ class Lane(threading.Thread):
         self._tree.prepare(self._mutants)
         failed = self._tree.run(self._mutants, 3 * DEADLINE)
         if failed:
-            raise SystemExit(f"without any mistake: {failed}; {BUILD / 'last-failure.txt'}")
+            raise SystemExit(f"without any mistake: {failed}; {self._tree.last_failure}")
         for mutant in self._mutants:
             began = time.monotonic()
             with self._tree.planted(mutant):
                 self._tree.build([mutant])
                 failed = self._tree.run([mutant], DEADLINE)
             self._results[mutant] = failed
-            (BUILD / "results" / mutant.digest()).write_text(json.dumps(failed))
+            (BUILD / "results" / self._digests[mutant]).write_text(json.dumps(failed))
             tell(mutant, failed, f"{time.monotonic() - began:.0f} s")
 
 
@@ -277,9 +282,9 @@ def main() -> int:
         if lane.error:
             raise lane.error
     for table in dict.fromkeys(mutant.table for mutant in mutants):
-        found = [bool(failed) for mutant, failed in results.items() if mutant.table == table]
+        noticed = [bool(failed) for mutant, failed in results.items() if mutant.table == table]
         same = sum(mutant.table == table and bool(mutant.equivalent) for mutant in mutants)
-        print(f"{table}: {sum(found)} noticed of {len(found)} planted; {same} equivalent")
+        print(f"{table}: {sum(noticed)} noticed of {len(noticed)} planted; {same} equivalent")
     share = sum(map(bool, results.values())) / max(1, len(results))
     print(f"{share:.1%} noticed of {len(results)}, {BAR:.0%} asked")
     return 0 if share >= BAR else 1

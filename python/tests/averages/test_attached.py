@@ -4,6 +4,8 @@ skips.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -152,6 +154,35 @@ def test_a_handle_ends_its_own_attachment_however_often_it_is_removed() -> None:
         ema.update()
     with pytest.raises(ValueError, match="twice"):
         ema.attach(second)
+
+
+def test_an_update_that_raises_is_counted_once() -> None:
+    model, _ = make()
+    optimizer = sgd(model)
+    ema = shardow.EMA(model, 0.5, nonfinite="raise", optimizer=optimizer)
+    ready(model, float("nan"))
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1)
+    ready(model)
+    optimizer.step()
+    assert ema.stats()["step"] == 2
+
+
+def test_an_optimizer_that_is_detached_before_its_round_has_ended_is_not_kept() -> None:
+    model, ema = make()
+    first, second = sgd(model[0]), sgd(model[1])
+    handle = ema.attach(first)
+    ema.attach(second)
+    ready(model)
+    first.step()
+    handle.remove()
+    gone = weakref.ref(first)
+    del first, handle
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_step_inside_swapped_is_refused_before_it_is_lost() -> None:

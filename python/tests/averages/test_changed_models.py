@@ -48,6 +48,17 @@ def test_a_changed_model_is_an_error_before_anything_changes(
     assert ema.stats()["step"] == 0
 
 
+def test_weights_that_are_tied_by_their_memory_and_no_longer_so_are_an_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    ema = shardow.EMA(model, DECAY)
+    before = ema.full_state_dict(complete=False)
+    model[1].weight.data = model[1].weight.data.clone()
+    with pytest.raises(ValueError, match=r"'1\.weight' no longer shares the memory of '0\.weight'"):
+        ema.update()
+    assert equal(ema.full_state_dict(complete=False), before)
+
+
 def test_memory_that_moved_under_the_same_parameters_is_followed() -> None:
     model = make_model()
     ema = shardow.EMA(model, DECAY)

@@ -53,3 +53,15 @@ class TestNonFinite:
             model.bias[0] = math.nan
         ema.update()
         assert ema.full_state_dict(complete=False)["bias"].isnan().tolist() == [True, False, False, False]
+
+    def test_after_reset_it_is_warned_of_again(self) -> None:
+        model = nn.Linear(4, 4)
+        ema = shardow.EMA(model, DECAY)
+        for bad in (math.nan, math.inf):
+            ema.reset()
+            with torch.no_grad():
+                model.bias[0] = bad
+            with pytest.warns(RuntimeWarning, match="1 weights"):
+                ema.update()
+            with torch.no_grad():
+                model.bias[0] = 1

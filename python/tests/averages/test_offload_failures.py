@@ -45,6 +45,27 @@ def test_a_copy_that_fails_leaves_the_last_whole_averages() -> None:
 
 
 @on_device
+def test_an_update_that_was_not_made_leaves_its_samples_to_the_next_one() -> None:
+    """A half-life in samples is of those since the last update that was made."""
+    import shardow
+
+    with Device(18) as device:
+        schedule = shardow.schedules.half_life_in_samples(100)
+        training = Training(device, attached=False, decay=schedule, ring_bytes=1 << 20)
+        training.step(1)
+        for ema in training.emas:
+            ema.update(samples=100)
+        training.emas[0].stats()
+        training.step(2)
+        device.fake.fail_copy(1)
+        with pytest.raises(Exception, match="the update of step 2 was not made"):
+            training.emas[0].update(samples=200)
+        for ema in training.emas:
+            ema.update(step=3, samples=300)
+        training.check()
+
+
+@on_device
 def test_an_update_that_stops_halfway_is_refused_to_readers_until_it_is_whole() -> None:
     with Device(13) as device:
         training = Training(device)
@@ -69,6 +90,32 @@ def test_an_update_that_stops_halfway_is_refused_to_readers_until_it_is_whole() 
         training.check()
         training.step(3)
         training.check()
+
+
+@on_device
+def test_a_swap_of_which_any_copy_fails_leaves_weights_and_averages() -> None:
+    failed = 0
+    while _fails_at(failed):
+        failed += 1
+    assert failed > 10
+
+
+def _fails_at(number: int) -> bool:
+    with Device(number) as device:
+        training = Training(device)
+        training.step(1)
+        training.emas[0].stats()
+        weights, averages = weights_of(training.models[0]), training.averages(0)
+        device.fake.fail_copy(number)
+        with contextlib.suppress(Exception):
+            training.emas[0].swap_in()
+        device.fake.fail_copy(0, 0)
+        failed = not averages_of(training.emas[0]).engine.swapped
+        if not failed:
+            training.emas[0].swap_out()
+        trainings.same(weights_of(training.models[0]), weights)
+        trainings.same(training.averages(0), averages)
+        return failed
 
 
 @on_device

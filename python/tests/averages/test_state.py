@@ -302,3 +302,14 @@ def test_averages_made_in_inference_mode_are_loaded_outside_of_it() -> None:
     }
     ema.load_state_dict(state)
     ema.update()
+
+
+def test_a_load_that_fails_at_its_last_warning_leaves_the_decays_as_they_were(how: str, tmp_path: Path) -> None:
+    (_, ema), (_, other) = make(0.9), make(0.5)
+    before = ema.state_dict()["state"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"schedule is 0\.5 there"):
+            through(how, other, ema, tmp_path)
+    assert ema.decays == ("0.9",)
+    assert ema.state_dict()["state"] == before

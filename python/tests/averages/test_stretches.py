@@ -12,10 +12,12 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from own_averages import averages_of
 from torch import nn
 
 import shardow
 from shardow.averages import shares
+from shardow.integrations.masters import MastersEMA
 
 Cut = dict[str, tuple[int, int]]
 
@@ -162,3 +164,32 @@ def test_a_stretch_of_one_process_is_the_whole() -> None:
         shardow.EMA(model, 0.5, source={"weight": (master[:4], 0)})
     with pytest.raises(ValueError, match="counted 'global' or 'local'"):
         shardow.EMA(model, 0.5, source={"weight": (master, 0, "mine")})
+
+
+def test_a_source_that_is_of_another_dtype_by_now_is_refused_and_the_old_one_is_averaged_on() -> None:
+    model, master = nn.Linear(2, 1, bias=False).bfloat16(), torch.zeros(1, 2)
+    ema = shardow.EMA(model, 0.5, source={"weight": master})
+    with pytest.raises(ValueError, match=r"source= of 'weight' was .* in torch.float32, and is not any more"):
+        averages_of(ema).follow_sources({"weight": torch.ones(1, 2, dtype=torch.float64)})
+    master.fill_(4)
+    ema.update()
+    assert ema.full_state_dict(complete=False)["weight"].tolist() == [[2.0, 2.0]]
+
+
+def test_masters_that_an_optimizer_has_put_elsewhere_are_found_by_every_call() -> None:
+    model, masters = nn.Linear(2, 1, bias=False).bfloat16(), {"weight": torch.zeros(1, 2)}
+
+    def addresses() -> list[int]:
+        return [master.data_ptr() for master in masters.values()]
+
+    ema = MastersEMA(model, 0.5, lambda: dict(masters), addresses, {})
+    kept = masters["weight"]
+    masters["weight"] = torch.full((1, 2), 4.0)
+    ema.update()
+    assert ema.full_state_dict(complete=False)["weight"].tolist() == [[2.0, 2.0]]
+    masters["weight"] = torch.full((1, 2), 8.0)
+    assert ema.distance() == 0.75
+    masters["weight"] = torch.full((1, 2), 6.0)
+    ema.reset()
+    assert ema.full_state_dict(complete=False)["weight"].tolist() == [[6.0, 6.0]]
+    assert kept.tolist() == [[0.0, 0.0]]

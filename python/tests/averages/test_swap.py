@@ -18,6 +18,7 @@ from own_averages import averages_of
 from torch import nn
 
 import shardow
+from shardow.averages.swap_memory import SwapMemory
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.model import swap_guard
 
@@ -298,3 +299,26 @@ def test_callbacks_and_blocks_are_one_transaction() -> None:
     with ema.swapped():
         ema.swap_out()
     assert same(bits(model.named_parameters()), weights)
+
+
+def test_a_swap_that_fails_on_its_way_in_tells_of_no_writes_from_before_it(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, ema = trained()
+    with ema.swapped():
+        pass
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    weights = bits(model.named_parameters())
+    swap_in = SwapMemory._swap_in
+
+    def fails(self: SwapMemory, k: int) -> None:
+        swap_in(self, k)
+        raise MemoryError
+
+    monkeypatch.setattr(SwapMemory, "_swap_in", fails)
+    with pytest.raises(MemoryError), ema.swapped():
+        pass
+    assert same(bits(model.named_parameters()), weights)
+    assert not recwarn.list

@@ -30,6 +30,20 @@ def test_weights_come_back_to_where_the_model_has_them(move: Callable[[nn.Module
     assert same(bits(ema.full_state_dict(complete=False)), averages)
 
 
+def test_tied_weights_that_are_untied_inside_come_back_under_both_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    ema = shardow.EMA(model, 0.5)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    ema.update()
+    weights = bits(model.state_dict().items())
+    with ema.swapped():
+        for layer in model:
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+    assert same(bits(model.state_dict().items()), weights)
+
+
 @pytest.mark.parametrize(
     ("move", "when"), [(data, "before"), (data, "inside"), (data, "both"), (to_and_back, "both"), (assigned, "inside")]
 )

@@ -118,6 +118,27 @@ def test_a_block_that_raises_raises_at_once_and_the_others_learn_of_it_when_they
                 assert "restore()" in message
 
 
+def one_is_late_and_raises(kind: str) -> tuple[Outcome, bool]:
+    _, ema = trained(kind)
+    weights = local(ema)
+
+    def block() -> None:
+        with ema.swapped():
+            if dist.get_rank() == 1:
+                time.sleep(0.5)
+                raise _Broken("late")
+
+    return outcome(block), same(local(ema), weights)
+
+
+def test_ranks_that_have_left_already_learn_of_one_that_raises_later() -> None:
+    (first, weights_are_back), (second, _) = ranks.run(2, one_is_late_and_raises, "fsdp2")
+    assert first[0] == "PeerFailedError"
+    assert "rank 1 left swapped() with _Broken: late. The weights are back on this rank" in first[1]
+    assert weights_are_back
+    assert second == ("_Broken", "late")
+
+
 def dies_before_the_exchange(kind: str) -> tuple[Outcome, bool, bool]:
     from shardow.averages import replicas as _replicas
 

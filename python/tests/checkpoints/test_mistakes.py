@@ -51,6 +51,9 @@ def test_a_step_under_another_step_s_name_is_not_that_step(
         assert checkpoints.restore() == {"step": 20}
     with pytest.raises(shardow.errors.CorruptError, match="its name is step-000000010"):
         checkpoints.restore(step=30)
+    shutil.copytree(at(checkpoints, 20), at(checkpoints, 5))
+    with pytest.raises(shardow.errors.CorruptError, match="its name is step-000000020"):
+        checkpoints.restore(step=5)
 
 
 def test_plain_values_that_were_changed_are_found(checkpoints: shardow.Checkpoints) -> None:

@@ -224,9 +224,23 @@ def test_states_in_another_dtype_than_their_parameter_keep_it(tmp_path: Path) ->
         }
     checkpoints = shardow.Checkpoints(tmp_path)
     checkpoints.save(1, model=model, optimizer=optimizer)
-    again = torch.optim.AdamW(model.parameters())
+    again, stepped = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    stepped.step()  # its states are in the weights' dtype
+    for other in (again, stepped):
+        checkpoints.restore(model, optimizer=other)
+        assert equal(state_of(optimizer), state_of(other))
+
+
+def test_options_that_the_saved_optimizer_did_not_have_stay(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    checkpoints = shardow.Checkpoints(tmp_path)
+    checkpoints.save(1, model=model, optimizer=optimizer)
+    again = torch.optim.SGD([{"params": list(model.parameters()), "of a later version": 7}], lr=0.5)
     checkpoints.restore(model, optimizer=again)
-    assert equal(state_of(optimizer), state_of(again))
+    assert (again.param_groups[0]["lr"], again.param_groups[0]["of a later version"]) == (0.25, 7)
 
 
 def steps_differ(out: Path) -> str:

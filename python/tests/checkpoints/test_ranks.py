@@ -25,7 +25,10 @@ DEADLINE = 3.0
 
 
 def saved(how: str, out: Path) -> Outcome:
-    run, checkpoints = Run("fsdp2" if how != "weights" else "ddp"), shardow.Checkpoints(out, timeout=DEADLINE)
+    kind = "ddp" if how in ("weights", "averages") else "fsdp2"
+    run, checkpoints = Run(kind), shardow.Checkpoints(out, timeout=DEADLINE)
+    if how == "averages":
+        run.ema = shardow.EMA(run.model, 0.9, replicas="copy")
     run.train(2)
     run.save(checkpoints)
     parts: dict[str, Any] = {**run.parts(), "step": 3, "state": {"lr": 0.1, "note": "a"}}
@@ -38,6 +41,10 @@ def saved(how: str, out: Path) -> Outcome:
             parts["scheduler"] = None
         elif how == "groups":
             run.optimizer.param_groups[0]["lr"] = 7.0
+        elif how == "options of groups":
+            run.optimizer.param_groups[0]["weight_decay"] = 7.0
+        elif how == "averages":
+            run.ema.state_dict()["averages"]["0.weight"].add_(1)
         elif how == "weights":
             run.model.module[0].weight.data += 1
         elif how == "steps of a state":
@@ -56,6 +63,8 @@ def saved(how: str, out: Path) -> Outcome:
         ("step", "step is 3 on rank 0 and 4 on rank 1"),
         ("parts", "scheduler= is"),
         ("groups", "'lr' of group 0 of the optimizer is"),
+        ("options of groups", "'weight_decay' of group 0 of the optimizer is"),
+        ("averages", "'averages of 0.weight' has other values on rank 0 than on rank 1"),
         ("weights", "'0.weight' has other values on rank 0 than on rank 1"),
         ("steps of a state", "has other values on rank 0 than on rank 1"),
         ("plain", "state.lr is a builtins"),

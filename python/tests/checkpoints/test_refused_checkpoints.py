@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from runs import Run, at, equal, tensors_of
 from torch import nn
 
 import shardow
+from shardow.files.background import SaveHandle
 
 
 @pytest.mark.parametrize("lost", ["0.weight", "6.bias"])
@@ -179,3 +181,43 @@ def test_an_optimizer_needs_the_model_that_names_its_parameters(run: Run, checkp
         checkpoints.save(1, optimizer=run.optimizer)
     with pytest.raises(ValueError, match="is not in the model"):
         checkpoints.save(1, model=Run("plain").model, optimizer=run.optimizer)
+
+
+def test_what_a_restore_has_filled_in_part_is_saved_when_another_one_has_ended(
+    run: Run, checkpoints: shardow.Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.save(checkpoints)
+
+    def fails(_: Any) -> None:
+        raise OSError("in the middle")
+
+    monkeypatch.setattr(run.scheduler, "load_state_dict", fails)
+    with pytest.raises(OSError, match="in the middle"):
+        run.restore(checkpoints)
+    for part in ("model", "averages"):
+        with pytest.raises(ValueError, match=r"a restore\(\) of this model stopped halfway"):
+            checkpoints.save(9, **{part: run.parts()[part]})
+    monkeypatch.undo()
+    run.restore(checkpoints)
+    for step, part in enumerate(("model", "averages"), 10):
+        checkpoints.save(step, **{part: run.parts()[part]})
+    assert checkpoints.latest() == 11
+
+
+def test_a_restore_waits_for_the_step_that_is_being_written(
+    checkpoints: shardow.Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = SaveHandle._write
+    monkeypatch.setattr(SaveHandle, "_write", lambda *args: (time.sleep(0.2), write(*args)))
+    for step in (1, 2):
+        checkpoints.save(step, state={"step": step}, asynchronous=True)
+    assert checkpoints.restore() == {"step": 2}
+
+
+def test_a_file_of_another_save_of_the_same_step_is_no_part_of_this_one(tmp_path: Path) -> None:
+    first, second = (shardow.Checkpoints(tmp_path / name) for name in ("first", "second"))
+    for checkpoints, value in ((first, 1.0), (second, 2.0)):
+        checkpoints.save(1, state={"value": torch.tensor(value)})
+    shutil.copy(at(second, 1) / "state.safetensors", at(first, 1) / "state.safetensors")
+    with pytest.raises(shardow.errors.CorruptError, match="is of another save"):
+        first.restore(step=1)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import io
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,6 +54,14 @@ def test_the_newest_stay_and_multiples(
     assert there(tmp_path) == expected
     assert [step_of(checkpoints, step) for step in expected] == expected
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("step-")] == []
+
+
+def test_steps_of_ten_digits_come_after_those_of_nine(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 999_999_999, 1_000_000_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1000000000"]
+    save(shardow.Checkpoints(tmp_path, keep=None), 999_999_999)
+    assert checkpoints.latest() == 1_000_000_000
 
 
 def test_a_save_opens_no_kept_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +140,33 @@ def test_what_others_put_there_stays(tmp_path: Path) -> None:
     assert checkpoints.latest() == 5
 
 
+def test_what_a_link_with_a_step_s_name_points_to_stays(tmp_path: Path) -> None:
+    archive, root = tmp_path / "archive", tmp_path / "run"
+    save(shardow.Checkpoints(archive), 1)
+    root.mkdir()
+    (root / "step-000000001").symlink_to(archive / "step-000000001")
+    save(shardow.Checkpoints(root, keep=1), 2, 3)
+    assert step_of(shardow.Checkpoints(archive), 1) == 1
+
+
+def test_a_file_of_another_step_that_somebody_put_there_stays(tmp_path: Path) -> None:
+    save(shardow.Checkpoints(tmp_path, keep=None), 1, 2)
+    first, second = (tmp_path / f"step-{step:09}" for step in (1, 2))
+    shutil.copy(second / "state.safetensors", first / "best.safetensors")
+    save(shardow.Checkpoints(tmp_path, keep=1), 3)
+    assert [path.name for path in first.iterdir()] == ["best.safetensors"]
+    assert not second.exists()
+
+
+def test_a_step_that_is_damaged_later_takes_no_place_any_more(tmp_path: Path) -> None:
+    checkpoints = shardow.Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 1, 2, 3)
+    state = tmp_path / "step-000000003" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-1])
+    save(checkpoints, 4)
+    assert step_of(checkpoints, 2) == 2
+
+
 def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     checkpoints = shardow.Checkpoints(tmp_path, keep=1)
     save(shardow.Checkpoints(tmp_path, keep=None), 1, 2)
@@ -138,6 +174,28 @@ def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     assert step_of(checkpoints) == 2
     save(checkpoints, 3)
     assert there(tmp_path) == [3]
+
+
+def test_a_removal_that_stops_leaves_no_step_that_passes_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its list goes first, and is gone on the disk before anything else goes."""
+    save(shardow.Checkpoints(tmp_path, keep=None), 1)
+    calls: list[str] = []
+    unlink, fsync = os.unlink, os.fsync
+
+    def unlinked(name: Any, **where: Any) -> None:
+        calls.append(str(name))
+        if str(name) == "state.safetensors":
+            raise OSError(5, "a disk that fails")
+        unlink(name, **where)
+
+    monkeypatch.setattr(os, "unlink", unlinked)
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append("fsync"), fsync(file)))
+    with pytest.warns(RuntimeWarning, match="old checkpoints could not be removed"):
+        save(shardow.Checkpoints(tmp_path, keep=1), 2)
+    assert calls == ["checkpoint.json", "fsync", "state.safetensors"]
+    assert [path.name for path in (tmp_path / "step-000000001").iterdir()] == ["state.safetensors"]
 
 
 @pytest.mark.parametrize("call", ["listdir", "fsync"])

@@ -143,10 +143,13 @@ def test_gap_6_turning_averages_on_for_an_older_checkpoint_is_a_choice(tmp_path:
     model = models.make()
     manager = made(kind, model)
     wander(model)
+    manager.update(model)
+    wander(model)
     with pytest.raises(FileNotFoundError, match=r"missing='init'"):
         manager.load(tmp_path / "ema")
     with pytest.warns(UserWarning, match="not everything was loaded"):
         manager.load(tmp_path / "ema", missing="init")
+    assert manager.updates == 0
     assert all(torch.equal(manager.state_dict()[name], p) for name, p in model.named_parameters())
     state = {name: torch.full_like(p, 3) for name, p in model.named_parameters() if name != "0.weight"}
     dcp.save(state, checkpoint_id=tmp_path / "ema")
@@ -172,6 +175,10 @@ def test_gap_6_decay_and_updates_are_stored(tmp_path: Path, kind: str) -> None:
     assert other.updates == other.stats()["updates"] == 3
     manager.save(tmp_path / "ema")  # replaces
     assert os.listdir(tmp_path) == ["ema"]
+    one_alone = {"shardow.decay": torch.tensor(0.75, dtype=torch.float64)}
+    dcp.save({**manager.state_dict(), **one_alone}, checkpoint_id=tmp_path / "older")
+    other.load(tmp_path / "older")
+    assert other.updates == 0
 
 
 def _plans(path: str) -> None:

@@ -20,6 +20,8 @@ from torch import nn
 import shardow
 from shardow.compat import bagel
 from shardow.compat.bagel import FSDPCheckpoint, FSDPConfig, fsdp_ema_setup, fsdp_ema_update, fsdp_wrapper
+from shardow.compat.files.published import publish
+from shardow.ranks.team import Team
 
 
 class Log:
@@ -262,3 +264,31 @@ def test_misuse_raises_the_origins_exceptions(tmp_path: Path) -> None:
         FSDPCheckpoint.try_load_train_state(tmp_path / "last", torch.optim.SGD(model.parameters()), None, FULL)
     with pytest.raises(FileNotFoundError, match=r"model.safetensors"):
         FSDPCheckpoint.try_load_ckpt(tmp_path / "last", Log(), model)
+
+
+def test_what_a_killed_save_left_is_no_part_of_the_next_checkpoint(tmp_path: Path) -> None:
+    directory, partial = tmp_path / "0000001", tmp_path / ".partial"
+    partial.mkdir()
+    (partial / "of the killed one").touch()
+    publish("save()", directory, partial, Team(None, None), lambda folder: (folder / "new").touch())
+    assert [path.name for path in directory.iterdir()] == ["new"]
+    assert not partial.exists()
+
+
+def test_a_checkpoint_is_on_the_disk_until_the_one_that_replaces_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, partial = tmp_path / "0000001", tmp_path / ".partial"
+    directory.mkdir()
+    (directory / "old").touch()
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> None:
+        if path == partial:
+            raise OSError("no")
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="no"):
+        publish("save()", directory, partial, Team(None, None), lambda folder: (folder / "new").touch())
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["old"]

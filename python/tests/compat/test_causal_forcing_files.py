@@ -12,9 +12,11 @@ import ranks
 import torch
 import torch.distributed as dist
 from causal_forcing_models import Block, Wrapper, assert_same, averaged, expected, generator, shake
+from torch import nn
 
 from shardow.compat.causal_forcing import EMA_FSDP, fsdp_state_dict, load_model_pt, write_model_pt
 from shardow.compat.causal_forcing.model_pt import read_model_pt
+from shardow.compat.files import torch_files
 
 
 def _gather_raises() -> None:
@@ -206,3 +208,19 @@ def keeps_whole_tensors(folder: Path) -> None:
 
 def test_a_trainer_that_keeps_whole_tensors_saves_and_takes_back_whole_ones(tmp_path: Path) -> None:
     ranks.run(2, keeps_whole_tensors, tmp_path)
+
+
+def test_a_decay_that_was_set_is_the_one_to_ask_for() -> None:
+    ema = EMA_FSDP(nn.Linear(2, 2), decay=0.9)
+    ema.decay = 0.5
+    assert ema.ema.decays == ("0.5",)
+    assert ema.ema.full_state_dict(0.5).keys() == {"weight", "bias"}
+
+
+def test_a_file_that_could_not_be_written_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch_files.write({"step": 1}, path)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        torch_files.write({"step": lambda: 2}, path)
+    assert torch_files.read(path) == {"step": 1}
+    assert [left.name for left in tmp_path.iterdir()] == ["model.pt"]

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from shardow import EMA
 from shardow.averages.options import Rule
 from shardow.compat.bagel import fsdp_ema_update
+from shardow.compat.torch_ema import ExponentialMovingAverage
 from shardow.compat.ways.listed import Listed, copies
 from shardow.compat.ways.pairs import Pair, Pairs, flat
 from shardow.compat.ways.stand_in import StandIn, needed
@@ -272,3 +273,13 @@ def test_bagels_pairing_costs_once_and_goes_with_the_models() -> None:
     del ema_model, model, other, twin, pairs
     gc.collect()
     assert [one() for one in gone] == [None, None]
+
+
+def test_a_list_of_averages_keeps_no_weights_of_a_model_that_is_gone() -> None:
+    parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.complex64)]
+    averages = ExponentialMovingAverage(parameters, 0.5)
+    averages.update()
+    memory = [weakref.ref(p.untyped_storage()) for p in parameters]
+    del parameters
+    gc.collect()
+    assert [storage() for storage in memory] == [None, None]

@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 from diffusers_models import COUNTERS, equal
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -96,6 +97,17 @@ def test_saving_needs_a_class_and_a_config_that_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has 144 parameters; there are averages of 2"):
         other.save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_that_lacks_an_average_is_refused(tmp_path: Path) -> None:
+    model = unet()
+    _trained(EMAModel, model).save_pretrained(tmp_path)
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    del tensors["conv_in.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"has no 'conv_in\.weight'; is it another model's"):
+        EMAModel.from_pretrained(tmp_path, UNet2DModel, parameters=model.parameters())
 
 
 class WithBuffer:

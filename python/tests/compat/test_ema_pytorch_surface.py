@@ -183,3 +183,19 @@ def test_another_model_is_refused_before_anything_changes() -> None:
     with pytest.raises(RuntimeError, match=r"unexpected in the model: "):
         ema.update()
     assert all(torch.equal(value, before[key]) for key, value in ema.state_dict().items())
+
+
+def test_what_is_ignored_keeps_its_weights_on_the_way_back_also_where_they_are_strided() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 2, 2)).to(memory_format=torch.channels_last)
+    ema = EMA(model, beta=0.5, update_after_step=0, update_every=1, ignore_names={"0.weight"}, replicas="split")
+    with torch.no_grad():
+        for _ in range(3):
+            for p in model.parameters():
+                p.add_(torch.rand(p.shape))
+            ema.update()
+        for p in model.parameters():
+            p.add_(1)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ema.update_model_with_ema(0.5)
+    changed = [name for name, p in model.named_parameters() if not torch.equal(p, weights[name])]
+    assert changed == ["0.bias", "1.weight", "1.bias"]

@@ -180,3 +180,15 @@ def test_updates_by_name_average_or_copy_buffers(exclude: bool) -> None:
     (split.apply_update_no_buffers_ if exclude else split.apply_update_)(model, 0.7)
     with pytest.raises(NotImplementedError, match=f"exclude_buffers={exclude}"):
         (split.apply_update_ if exclude else split.apply_update_no_buffers_)(model, 0.7)
+
+
+def test_stochastic_averages_follow_weights_that_the_engine_cannot_read_in_place() -> None:
+    model = nn.Linear(8, 8)
+    averages = ours.ModelEmaV3(model, 0.5, dtype=torch.bfloat16)
+    model.weight.data = model.weight.data.t().contiguous().t()  # not in the order of its average
+    for value in (1.0, 3.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        for _ in range(12):
+            averages.update(model)
+        assert (averages.module.weight - value).abs().max() < 0.05

@@ -76,6 +76,7 @@ def trained(efficient: bool, folder: Path) -> None:
             with accelerated(mesh, memory_efficient_init=efficient) as strategy:
                 prepared, optimizer = strategy.wrap_model(model, optimizer)
                 assert strategy.unwrap_model(prepared) is model
+                assert strategy.fsdp_plugin.cpu_ram_efficient_loading == efficient
                 assert isinstance(model.model.layers[0], FSDPModule)
                 assert not any(tensor.is_meta for tensor in model.state_dict().values())
                 assert model.model.table is model.model.original or torch.equal(model.model.table, model.model.original)

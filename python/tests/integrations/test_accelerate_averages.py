@@ -198,9 +198,11 @@ def test_a_state_is_whole_or_not_there(
     with pytest.raises(OSError, match="disk full"):
         save_state(accelerator, tmp_path / "step-11")
     assert last_state(tmp_path) == str(tmp_path / "step-10")
+    (tmp_path / ".step-11.saving" / "of another state").touch()
     monkeypatch.undo()
     save_state(accelerator, tmp_path / "step-11")  # over what the failed one left
     assert sorted(one.name for one in tmp_path.iterdir()) == ["step-10", "step-11", "step-9"]
+    assert not (tmp_path / "step-11" / "of another state").exists()
     with pytest.raises(ValueError, match="step-11 exists"):
         save_state(accelerator, tmp_path / "step-11")
 

@@ -260,3 +260,18 @@ def test_two_optimizers_count_once() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="leave='both'; it must be one of"):
         EMACallback(leave="both")  # type: ignore[arg-type]
+
+
+def test_steps_after_training_are_not_averaged() -> None:
+    class Kept(Net):
+        def configure_optimizers(self) -> Any:
+            self.optimizer = super().configure_optimizers()
+            return self.optimizer
+
+    callback, module = EMACallback(0.9), Kept()
+    trainer_of("one", callback, epochs=1).fit(module, batches(2))
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight)
+    module.optimizer.step()
+    assert callback.ema is not None
+    assert callback.ema.step == 2

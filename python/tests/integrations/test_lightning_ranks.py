@@ -24,6 +24,7 @@ from examples import lightning_fit
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from shardow.errors import CorruptError
 from shardow.integrations.lightning import EMACallback
 
 #: Without FSDP1's full state dicts, with which torch itself crashes on CPUs. Each takes six processes that import
@@ -89,6 +90,24 @@ def test_at_another_world_size_the_averages_resumed_are_those_that_were_saved(
     step, here = ranks.run(world, resumed, kind, tmp_path, world)[0]
     assert step == 12
     assert equal(here, there)
+
+
+def resumed_from_two_steps(out: Path) -> str:
+    """From weights of one epoch beside averages of the next, as a save leaves them that is killed in between."""
+    with launched():
+        fit("fsdp2", out, epochs=2)
+        first, second = (out / f"epoch={epoch}.ckpt" for epoch in range(2))
+        shutil.rmtree(first / "averages.safetensors")
+        (second / "averages.safetensors").rename(first / "averages.safetensors")
+        shutil.rmtree(second)
+        with pytest.raises(CorruptError) as refused:
+            fit("fsdp2", out, resume=True)
+        return str(refused.value)
+
+
+def test_averages_of_a_later_step_than_the_weights_are_refused(tmp_path: Path) -> None:
+    [text] = ranks.run(1, resumed_from_two_steps, tmp_path)
+    assert text.endswith("epoch=0.ckpt is of step 8, its averages of step 16: a save was interrupted")
 
 
 def recipe(out: Path) -> float:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import shardow
 
 transformers = pytest.importorskip("transformers")
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback  # noqa: E402
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainerState  # noqa: E402
 
 from shardow.integrations.transformers import EMACallback, last_checkpoint  # noqa: E402
 
@@ -165,6 +165,45 @@ def test_each_step_counts_once_however_often_one_trains(tmp_path: Path) -> None:
     assert (first.step, trainer.averages.ema.step) == (4, 4)
     trainer.optimizer.step()  # after training, nobody's
     assert trainer.averages.ema.step == 4
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_callback_saves_a_second_training_under_the_same_numbers(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, made=Trainer, callbacks=[EMACallback(0.9)], save_steps=4)
+    for _ in range(2):
+        trainer.train()
+        (tmp_path / "checkpoint-4" / "averages.safetensors").unlink()
+
+
+def test_the_last_checkpoint_has_the_number_that_it_was_saved_under(tmp_path: Path) -> None:
+    for number in (4, 9):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        TrainerState(global_step=4).save_to_json(str(folder / "trainer_state.json"))
+        (folder / "averages.safetensors").touch()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+class Fails(TrainerCallback):
+    """Raises once, after two steps."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2 and not self.failed:
+            self.failed = True
+            raise RuntimeError("after two steps")
+
+
+@pytest.mark.usefixtures("alone")
+def test_after_a_training_that_failed_the_next_one_has_averages_to_itself(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, callbacks=[EMACallback(0.9), Fails()], max_steps=4)
+    with pytest.raises(RuntimeError, match="after two steps"):
+        trainer.train()
+    first = trainer.averages.ema
+    trainer.train()
+    assert (first.step, trainer.averages.ema.step) == (2, 4)
 
 
 @pytest.mark.usefixtures("alone")

@@ -127,3 +127,19 @@ def test_buffers_that_are_registered_later_are_exported(tmp_path: Path) -> None:
     net[0].late.fill_(5)
     ema.export(tmp_path / "a.safetensors")
     assert torch.equal(shardow.open(tmp_path / "a.safetensors")["0.late"], torch.full((3,), 5.0))
+
+
+def test_averages_of_buffers_go_on_when_another_one_is_registered() -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    ema = shardow.EMA(net, 0.5, buffers="average")
+    net.register_buffer("scale", torch.ones(2))
+    assert torch.equal(ema.full_state_dict()["scale"], torch.ones(2))
+    ema.update()
+    assert ema.step == 1
+
+
+def test_a_copy_of_a_model_has_extra_states_of_its_own() -> None:
+    source, target = full(6), full(2)
+    shardow.EMA(source, 0.5).copy_to(target)
+    target[2].state["scale"].append(3)
+    check(source, 6)

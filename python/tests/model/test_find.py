@@ -204,6 +204,23 @@ def test_averages_follow_weights_that_moved() -> None:
         assert torch.equal(p, expected[name] + 1), name
 
 
+def test_a_move_that_could_not_be_followed_is_followed_by_the_next_call() -> None:
+    model = nn.Linear(3, 4)
+    view = find(model)
+    model.weight.data = model.weight.data.clone()
+    calls: list[str] = []
+
+    def fails() -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        view.follow_moves(fails)
+    assert not view.unchanged()
+    assert view.follow_moves(lambda: calls.append("bind"))
+    assert calls
+    assert view.unchanged()
+
+
 def test_a_view_is_in_memory_that_a_storage_has_moved_to() -> None:
     model = nn.Linear(3, 4)
     whole = torch.arange(40.0)

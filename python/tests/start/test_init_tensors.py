@@ -194,3 +194,21 @@ def test_a_source_with_different_tensors_under_the_names_of_a_tied_one_is_refuse
         assert same(model.state_dict(), net(0).state_dict())
     for messages in zip(*ranks.run(2, untied, str(tmp_path)), strict=True):
         assert all("'embed.weight' and 'head.weight' differ" in text for text in messages), messages
+
+
+class Ties(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+
+    def tie_weights(self) -> None:
+        self.head.weight = self.embed.weight
+
+
+def test_a_model_ties_its_weights_when_they_have_values() -> None:
+    with shardow.meta_init():
+        model = Ties()
+    values = torch.rand(5, 3)
+    shardow.materialize(model, {"embed.weight": values, "head.weight": values})
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, values)

@@ -4,6 +4,8 @@ had.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -79,6 +81,30 @@ def trained_before(_: object) -> bool:
 def test_an_optimizer_that_has_stepped_goes_on_with_its_state() -> None:
     """Both ranks have the same batch, so that the mean of their gradients is each one's."""
     assert ranks.run(2, trained_before, None) == [True, True]
+
+
+def alive_when_filled(_: object) -> list[bool]:
+    """Which of the whole weights are in memory when the shards are about to be filled."""
+    model = test_meta.Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    whole = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
+    alive: list[bool] = []
+
+    def filled(*args: Any, **options: Any) -> object:
+        gc.collect()
+        alive.extend(storage() is not None for storage in whole)
+        return shardow.materialize(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(wrap.__globals__, "materialize", filled)
+        wrap(model, mesh_of("fsdp2"), optimizer)
+    return alive
+
+
+def test_an_optimizer_keeps_no_whole_weights_on_ranks_that_are_sent_theirs() -> None:
+    first, second = ranks.run(2, alive_when_filled, None)
+    assert all(first)
+    assert not any(second)
 
 
 def with_a_layer_that_was_sharded(kind: str) -> bool:

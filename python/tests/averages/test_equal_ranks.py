@@ -18,7 +18,9 @@ from safetensors import safe_open
 from torch.nn.parallel import DistributedDataParallel
 
 import shardow
+from shardow.model import equal
 from shardow.model.equal import checksums
+from shardow.ranks.store_group import store_group
 
 # ---- counters of a rank's own part
 
@@ -285,3 +287,28 @@ def test_a_checksum_is_of_values_in_their_order(dtype: torch.dtype) -> None:
     changed[2, 4] = 0
     assert checksums([one]) == checksums([strided]) == checksums([torch.cat([one, one])[3:]])
     assert len({*checksums([one, moved, changed])}) == 3
+
+
+class OnDevice(torch.Tensor):
+    """Of the host's memory, which its checksum reads as a device does."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_checksum_of_a_device_is_of_values_in_their_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equal, "_WORDS", 4)  # elements of a part
+    one = torch.arange(16).view(4, 4).to(dtype)
+    moved, strided, behind = torch.cat([one[2:], one[:2]]), one.t().contiguous().t(), torch.cat([one[:1], one])[1:]
+    sums = checksums([tensor.as_subclass(OnDevice) for tensor in (one, strided, behind, moved)])
+    assert sums[0] == sums[1] == sums[2] != sums[3]
+
+
+def counted_apart() -> Outcome:
+    """As after a construction that one rank was interrupted in."""
+    store_group(dist.group.WORLD).joined += dist.get_rank()
+    return outcome(shardow.EMA(models.build("ddp", 2), 0.5).distance)
+
+
+def test_ranks_that_counted_their_emas_apart_call_the_next_one_alike() -> None:
+    assert [kind for kind, *_ in ranks.run(2, counted_apart, timeout=60)] == ["none", "none"]

@@ -14,6 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from core_modules import HOOKS
+from outcomes import Outcome, outcome
 
 import shardow
 from shardow import _core
@@ -225,3 +226,19 @@ def late_to_the_rest() -> str:
 def test_messages_give_the_timeout_that_was_asked_for_whatever_was_left_of_it() -> None:
     for said in ranks.run(2, late_to_the_rest):
         assert "[1] did not take part within 60 s" in said
+
+
+def late_for_a_broadcast() -> tuple[Outcome, float]:
+    group, data = store_group.store_group(dist.group.WORLD), np.zeros(10, dtype=np.uint8)
+    time.sleep(1.5 * dist.get_rank())
+    late = outcome(lambda: group.broadcast(memoryview(data), 0, 0.3))  # type: ignore[arg-type]
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return late, total.item()
+
+
+def test_rank_that_is_late_for_a_broadcast_is_an_error_on_all_and_leaves_the_process_group() -> None:
+    for (kind, message, _), total in ranks.run(2, late_for_a_broadcast):
+        assert kind == "DeadlineError"
+        assert "rank(s) [1] did not take part within 0.3 s" in message
+        assert total == 2

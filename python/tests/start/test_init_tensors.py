@@ -91,6 +91,21 @@ def test_floating_dtypes_are_cast_as_torch_does_and_others_are_exact(tmp_path: P
     assert ranks.run(2, cast_alike, str(tmp_path)) == [[], []]
 
 
+def bytes_from_rank_0(there: torch.dtype, here: torch.dtype) -> int:
+    totals = [0]
+    with shardow.meta_init():
+        model = fully_shard(Odd(here), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    shardow.materialize(model, only_rank0(odd_state(there)), progress=lambda done, total: totals.append(total))
+    return totals[-1]
+
+
+def test_of_source_and_model_the_narrower_dtype_travels() -> None:
+    narrow = ranks.run(2, bytes_from_rank_0, BF16, BF16)[0]
+    assert narrow > 0
+    assert ranks.run(2, bytes_from_rank_0, F32, BF16)[0] == narrow
+    assert ranks.run(2, bytes_from_rank_0, BF16, F32)[0] == narrow
+
+
 class Shared(nn.Module):
     """Objects that are registered twice, not assigned from one module to another."""
 

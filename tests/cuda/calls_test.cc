@@ -12,8 +12,10 @@
 #include "file/device.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
+#include "kernels/cuda_driver.h"
 #include "shardow/average.h"
 #include "shardow/group.h"
+#include "world.h"
 
 namespace shardow {
 namespace {
@@ -92,6 +94,31 @@ TEST_F(CudaCalls, AreFewWhateverTheNumberOfTensors) {
   EXPECT_EQ(calls_of([&] { ema_->set_stream(0, fake::stream(0, 2)); }), Numbers{});
   EXPECT_EQ(calls_of([&] { ema_->set_stream(1, fake::stream(1, 1)); }), Numbers{}) << "of no view's device";
   EXPECT_EQ(calls_of([&] { ema_->bind(views_); }), follows) << "nothing moved, so no table is made anew";
+}
+
+TEST_F(CudaCalls, OfTheFirstStepThatDrawsNoiseAreTheLaunchAlone) {
+  make(false, {.rounding = Rounding::kStochastic});
+  EXPECT_EQ(calls_of([&] { ema_->update(); }), (Numbers{{"update", 1}})) << "nothing is loaded, which may wait";
+}
+
+TEST_F(CudaCalls, AskForKernelsOfTheTablesDtypes) {
+  make();
+  for (const fake::Kernel& kernel : fake::world().kernels)
+    EXPECT_EQ(kernel.name.find("double"), std::string::npos) << kernel.name;
+}
+
+TEST_F(CudaCalls, LeaveTheThreadsDeviceAndCaptureModeAsTheyWere) {
+  make();
+  ema_->update();
+  ema_->swap_in();
+  ema_->swap_out();
+  EXPECT_EQ(fake::current_device(), -1);
+  const kernels::testing::Current current(1);
+  ema_->update();
+  EXPECT_EQ(fake::current_device(), 1);
+  int mode = fake::kGlobal;
+  kernels::cuda::driver().exchange_capture_mode(&mode);
+  EXPECT_EQ(mode, fake::kGlobal);
 }
 
 TEST_F(CudaCalls, AnUpdateOfAveragesOnTheHostMakesNothingAnew) {

@@ -156,7 +156,7 @@ class Tree:
         ]
         arguments = dict.fromkeys(test for mutant in mutants for test in mutant.of_python)
         if arguments:
-            commands.append([str(self.python), "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments])
+            commands.append([str(self.python), "-m", "pytest", "-x", "-rfEs", "-p", "no:cacheprovider", *arguments])
         return next((failed for command in commands if (failed := self._failed(command, deadline))), "")
 
     def _failed(self, command: list[str], deadline: float) -> str:

@@ -73,7 +73,9 @@ TEST(Rounds, AreForgottenWhenTheOtherMembersAreGone) {
   Rounds rounds(3);
   rounds.leave(1);
   const auto fail = [&](int rank) {
-    EXPECT_EQ(caught([&] { rounds.meet(rank, kAll, {"call", std::string(100'000, '.')}, far()); }).message,
+    EXPECT_EQ(caught([&] {
+                rounds.meet(rank, kAll, {"call", std::string(100'000, '.')}, far());
+              }).message,
               "call: rank 1 is gone");
   };
   fail(0);

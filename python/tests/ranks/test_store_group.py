@@ -115,6 +115,28 @@ def test_a_reduction_that_fails_on_one_rank_fails_on_all_and_changes_nothing(int
         assert together == [b"in step"] * 4
 
 
+def a_block_that_fails_on_the_way_back() -> tuple[Outcome, bool]:
+    """Rank 1 has its sum by then."""
+    group, rank = store_group.store_group(dist.group.WORLD), dist.get_rank()
+    own = group.send
+
+    def send(data: memoryview, to: int, seconds: float) -> None:
+        if (rank, to) == (0, 2):
+            raise shardow.errors.make("peer_failed", "rank 0 has no way to rank 2")
+        own(data, to, seconds)
+
+    group.send = send  # type: ignore[method-assign]
+    values = np.full(1000, rank + 1, dtype=np.uint64)
+    ended = outcome(lambda: group.all_reduce(memoryview(values), "sum", 1.0))  # type: ignore[arg-type]
+    return ended, bool((values == rank + 1).all())
+
+
+def test_reduction_that_fails_late_changes_nothing_on_ranks_that_had_their_sum() -> None:
+    for (kind, message, _), unchanged in ranks.run(3, a_block_that_fails_on_the_way_back, may_die=True):
+        assert (kind, message) == ("PeerFailedError", "rank 0 has no way to rank 2") or kind == "DeadlineError"
+        assert unchanged
+
+
 def blocks_and_broadcasts() -> bool:
     rank = dist.get_rank()
     for channel in (0, 1):

@@ -4,6 +4,7 @@ time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -143,6 +144,29 @@ def test_several_silent_ranks_cost_the_others_one_timeout_and_are_named() -> Non
     check([told[0], told[2]], ["DeadlineError"] * 2, f"within {TIMEOUT:g} s", TIMEOUT + SLACK)
     assert "weights between rank 0 and rank 1 did not arrive" in told[0][1] or "rank 0 and rank 3" in told[0][1]
     assert "rank(s) [1, 3] did not take part" in told[2][1]
+
+
+def bytes_sent(fails: bool) -> int:
+    sent, send, (model, _) = [0], stream.Server.send, on_meta()
+    source = Failing() if dist.get_rank() == 0 else None
+
+    def counted(side: stream.Server, data: torch.Tensor, rank: int) -> Any:
+        sent[0] += data.nbytes
+        return send(side, data, rank)
+
+    def told(done: int, total: int) -> None:
+        if source is not None and fails:
+            source.then = cannot_read
+
+    raises = pytest.raises((OSError, ConnectionError)) if fails else contextlib.nullcontext()
+    with mock.patch.object(stream, "_MESSAGE", 32), mock.patch.object(stream.Server, "send", counted), raises:
+        shardow.materialize(model, source, progress=told)
+    return sent[0]
+
+
+def test_source_that_fails_sends_as_many_bytes_as_ranks_wait_for() -> None:
+    good, failed = (ranks.run(2, bytes_sent, fails)[0] for fails in (False, True))
+    assert good == failed > 0
 
 
 def slow_to_receive() -> bool:

@@ -331,3 +331,16 @@ def test_an_initialisation_draws_none_of_the_trainings_random_numbers() -> None:
         model = nn.Linear(3, 3)
     shardow.materialize(model)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_deep_copies_after_an_inner_block_are_recorded() -> None:
+    with shardow.meta_init():
+        layer = nn.Linear(3, 3)
+        with shardow.meta_init():
+            nn.Linear(1, 1)
+        twin = copy.deepcopy(layer)
+        nn.init.constant_(twin.weight, 7.0)
+        model = nn.Sequential(layer, twin)
+    shardow.materialize(model)
+    assert bool((twin.weight == 7).all())
+    assert not bool((layer.weight == 7).any())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ranks
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardow
+from shardow.ranks import stream
 
 CASTS = [(a, b) for a in (F16, BF16, F32, F64) for b in (F16, BF16, F32, F64)]
 
@@ -92,10 +94,13 @@ def test_floating_dtypes_are_cast_as_torch_does_and_others_are_exact(tmp_path: P
 
 
 def bytes_from_rank_0(there: torch.dtype, here: torch.dtype) -> int:
-    totals = [0]
+    """In messages of a few elements each."""
+    totals, state = [0], odd_state(there)
     with shardow.meta_init():
         model = fully_shard(Odd(here), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    shardow.materialize(model, only_rank0(odd_state(there)), progress=lambda done, total: totals.append(total))
+    with mock.patch.object(stream, "_MESSAGE", 64):
+        shardow.materialize(model, only_rank0(state), progress=lambda done, total: totals.append(total))
+    assert same_bits(whole(model)["weight"], state["weight"].to(here))
     return totals[-1]
 
 

@@ -292,7 +292,7 @@ def test_a_checksum_is_of_values_in_their_order(dtype: torch.dtype) -> None:
 
 
 class OnDevice(torch.Tensor):
-    """Of the host's memory, which its checksum reads as a device does."""
+    """Has the host's memory, whose checksum is made as on a device."""
 
     is_cpu = False  # type: ignore[assignment]
 
@@ -300,14 +300,18 @@ class OnDevice(torch.Tensor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_checksum_of_a_device_is_of_values_in_their_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equal, "_WORDS", 4)  # elements of a part
-    one = torch.arange(16).view(4, 4).to(dtype)
-    moved, strided, behind = torch.cat([one[2:], one[:2]]), one.t().contiguous().t(), torch.cat([one[:1], one])[1:]
-    sums = checksums([tensor.as_subclass(OnDevice) for tensor in (one, strided, behind, moved)])
+    whole = torch.arange(16).view(4, 4).to(dtype)
+    moved, strided, behind = (
+        torch.cat([whole[2:], whole[:2]]),
+        whole.t().contiguous().t(),
+        torch.cat([whole[:1], whole])[1:],
+    )
+    sums = checksums([tensor.as_subclass(OnDevice) for tensor in (whole, strided, behind, moved)])
     assert sums[0] == sums[1] == sums[2] != sums[3]
 
 
 def counted_apart() -> Outcome:
-    """As after a construction that one rank was interrupted in."""
+    """Counts as after a construction in which a rank was interrupted."""
     store_group(dist.group.WORLD).joined += dist.get_rank()
     return outcome(shardow.EMA(models.build("ddp", 2), 0.5).distance)
 
@@ -317,21 +321,21 @@ def test_ranks_that_counted_their_emas_apart_call_the_next_one_alike() -> None:
 
 
 def shared_with_others() -> Outcome:
-    """A weight that all ranks hold, the same on two and two of them, beside one of each pair's own."""
+    """A weight that all ranks hold, the same on two and two of them, beside another of each pair."""
     rank, region = dist.get_rank(), _core.Region.whole([2])
     pair = rank // 2
     held = [
         equal.Common("all", torch.full((2,), float(pair)), region, "[0, 1, 2, 3]"),
         equal.Common("pair", torch.zeros(2), region, f"[{2 * pair}, {2 * pair + 1}]"),
     ]
-    return outcome(lambda: equal.check_equal("call()", lambda: held, Team(dist.group.WORLD, 60.0), "way out"))
+    return outcome(lambda: equal.check_equal("call()", lambda: held, Team(dist.group.WORLD, 60.0), "hint"))
 
 
 def test_weights_are_compared_between_ranks_that_share_others_with_others() -> None:
     for kind, message, _ in ranks.run(4, shared_with_others):
         assert (kind, message) == (
             "InvalidArgumentError",
-            "call(): 'all' has other values on rank 0 than on rank 2; way out",
+            "call(): 'all' has other values on rank 0 than on rank 2; hint",
         )
 
 

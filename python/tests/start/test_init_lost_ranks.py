@@ -154,13 +154,13 @@ def bytes_sent(fails: bool) -> int:
         sent[0] += data.nbytes
         return send(side, data, rank)
 
-    def told(done: int, total: int) -> None:
+    def progress(done: int, total: int) -> None:
         if source is not None and fails:
             source.then = cannot_read
 
     raises = pytest.raises((OSError, ConnectionError)) if fails else contextlib.nullcontext()
     with mock.patch.object(stream, "_MESSAGE", 32), mock.patch.object(stream.Server, "send", counted), raises:
-        shardow.materialize(model, source, progress=told)
+        shardow.materialize(model, source, progress=progress)
     return sent[0]
 
 
@@ -170,7 +170,7 @@ def test_source_that_fails_sends_as_many_bytes_as_ranks_wait_for() -> None:
 
 
 def slow_to_receive() -> bool:
-    """Rank 1 takes the first of many messages one by one, each well within the timeout, eight of them not."""
+    """Rank 1 takes the first of many messages slowly, each well within the timeout, eight of them not."""
     receive, count = stream.Client.receive, iter(range(10**9))
 
     def received(side: stream.Client, data: torch.Tensor, sender: int) -> Any:

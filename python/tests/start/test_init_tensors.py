@@ -93,14 +93,14 @@ def test_floating_dtypes_are_cast_as_torch_does_and_others_are_exact(tmp_path: P
     assert ranks.run(2, cast_alike, str(tmp_path)) == [[], []]
 
 
-def bytes_from_rank_0(there: torch.dtype, here: torch.dtype) -> int:
+def bytes_from_rank_0(source: torch.dtype, own: torch.dtype) -> int:
     """In messages of a few elements each."""
-    totals, state = [0], odd_state(there)
+    totals, state = [0], odd_state(source)
     with shardow.meta_init():
-        model = fully_shard(Odd(here), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        model = fully_shard(Odd(own), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with mock.patch.object(stream, "_MESSAGE", 64):
         shardow.materialize(model, only_rank0(state), progress=lambda done, total: totals.append(total))
-    assert same_bits(whole(model)["weight"], state["weight"].to(here))
+    assert same_bits(whole(model)["weight"], state["weight"].to(own))
     return totals[-1]
 
 

@@ -302,22 +302,22 @@ def test_weights_that_to_empty_and_a_source_filled_have_values() -> None:
 
 
 class Tying(nn.Module):
-    """Ties its weights when it is told to, as models of transformers do."""
+    """Ties its weights in a method, as models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        self.first, self.other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
 
     def tie_weights(self) -> None:
-        self.other = self.one
+        self.other = self.first
 
 
 def test_tie_weights_of_a_model_is_called_once_it_has_memory() -> None:
     with shardow.meta_init():
         model = Tying()
-    shardow.materialize(model, {"one": torch.ones(3), "other": torch.ones(3)})
-    assert model.other is model.one
-    assert model.one.tolist() == [1, 1, 1]
+    shardow.materialize(model, {"first": torch.ones(3), "other": torch.ones(3)})
+    assert model.other is model.first
+    assert model.first.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("tensors", [1, 2, 100])

@@ -1,11 +1,15 @@
 #include "comm/rounds.h"
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <fstream>
+#include <memory>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "findings.h"
 
@@ -52,6 +56,37 @@ TEST(Rounds, AVerdictStaysAsItIsWhenTheMissingMemberLeaves) {
   const Caught late = caught([&] { rounds.meet(1, kAll, {"call", ""}, far()); });
   EXPECT_EQ(late.code, Code::kTimeout);
   EXPECT_EQ(late.message, first.message);
+}
+
+TEST(Rounds, AreForgottenWhenAllMembersHaveComeToThem) {
+  const Lane pair{Lane::Kind::kPair, {0, 1}};
+  Rounds rounds(2);
+  std::vector<std::weak_ptr<const Rounds::Bytes>> of_round;
+  for (int again = 0; again < 3; ++again) {
+    std::jthread other([&] { rounds.meet(1, pair, {"call", "theirs"}, far()); });
+    of_round.emplace_back(rounds.meet(0, pair, {"call", "ours"}, far()));
+  }
+  for (const auto& bytes : of_round) EXPECT_TRUE(bytes.expired());
+}
+
+TEST(Rounds, AreForgottenWhenTheOtherMembersAreGone) {
+  Rounds rounds(3);
+  rounds.leave(1);
+  const auto fail = [&](int rank) {
+    EXPECT_EQ(caught([&] {
+                rounds.meet(rank, kAll, {"call", std::string(100'000, '.')}, far());
+              }).message,
+              "call: rank 1 is gone");
+  };
+  fail(0);
+  fail(2);
+  const struct mallinfo2 before = ::mallinfo2();
+  for (int again = 0; again < 100; ++again) {
+    fail(0);
+    fail(2);
+  }
+  const struct mallinfo2 after = ::mallinfo2();
+  EXPECT_LT(after.uordblks + after.hblkhd, before.uordblks + before.hblkhd + 1'000'000);
 }
 
 }  // namespace

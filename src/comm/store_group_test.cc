@@ -5,7 +5,9 @@
 #include <latch>
 #include <map>
 #include <mutex>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "comm/group_fixture.h"
 
@@ -23,6 +25,7 @@ struct Shelf {
   std::condition_variable changed;
   std::map<std::string, std::string> values;
   std::map<std::string, int64_t> counts;
+  std::vector<std::string> written;  // keys, one after the other
   bool burnt = false;
 };
 
@@ -34,6 +37,7 @@ class ShelfStore final : public Store {
   void set(const std::string& key, const std::string& value) override {
     const auto lock = locked();
     shelf_->values[key] = value;
+    shelf_->written.push_back(key);
     shelf_->changed.notify_all();
   }
   std::string set_first(const std::string& key, const std::string& value) override {
@@ -119,6 +123,23 @@ TEST(StoreGroup, MovesValuesThatAreLongerThanAKeyTakes) {
     group->broadcast(bytes, 1, far());
     for (size_t i = 0; i < bytes.size(); i += 4093) ASSERT_EQ(bytes[i], std::byte(i % 251)) << i;
   });
+}
+
+TEST(StoreGroup, WritesTheKeyThatOthersWaitForLast) {
+  const auto shelf = std::make_shared<Shelf>();
+  Groups groups = over(shelf, 2);
+  on_every_rank(groups, [](auto& group) {
+    std::vector<std::byte> bytes(size_t{9} << 20);
+    group->broadcast(bytes, 1, far());
+  });
+  int parts = 0;
+  for (auto key = shelf->written.begin(); key != shelf->written.end(); ++key) {
+    const auto first = std::find(shelf->written.begin(), shelf->written.end(), key->substr(0, key->rfind('/')));
+    if (first == shelf->written.end()) continue;
+    ++parts;
+    EXPECT_LT(key, first) << *key;
+  }
+  EXPECT_EQ(parts, 2);
 }
 
 TEST(StoreGroup, SeveralOverOneStoreDoNotMeet) {

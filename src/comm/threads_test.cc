@@ -134,6 +134,15 @@ TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
   });
 }
 
+TEST(Threads, ARankThatNamesAWrongRootIsRefusedOnEveryRank) {
+  Groups groups = threads(2);
+  on_every_rank(groups, [](auto& group) {
+    const Deadline deadline = base::after(std::chrono::seconds(10));
+    const Caught got = caught([&] { group->broadcast({}, group->rank() == 1 ? 7 : 0, deadline); });
+    EXPECT_EQ(got.code, Code::kInvalidArgument) << got.message;
+  });
+}
+
 TEST(Threads, BlocksOfDifferentLengthAreRefusedOnBothSides) {
   Groups groups = threads(2);
   on_every_rank(groups, [&](auto& group) {

@@ -3,6 +3,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "base/turns.h"
 #include "comm/delegate.h"
@@ -85,6 +90,74 @@ TEST_F(Sharing, OfEqualRegionsHasOnePieceHoweverTheyAreDescribed) {
     return held;
   };
   EXPECT_EQ(saved(make), reference);
+}
+
+/// Saves of a tensor of which ranks hold what does not fit together.
+class Misfits : public Checkpoints {
+ protected:
+  void expect_refused(const std::vector<std::vector<std::pair<DType, Region>>>& by_rank,
+                      Code code = Code::kInvalidArgument, const SaveOptions& options = {}) {
+    const int ranks = static_cast<int>(by_rank.size());
+    EXPECT_EQ(on_ranks(ranks,
+                       [&](Group& group) {
+                         std::vector<Held> held;
+                         for (const auto& [dtype, region] : by_rank[static_cast<size_t>(group.rank())])
+                           held.emplace_back("w", dtype, region);
+                         save(group, views_of(held), folder_ / "a.safetensors", options);
+                       }),
+              all(ranks, static_cast<int>(code)));
+    EXPECT_TRUE(names().empty());
+  }
+};
+
+TEST_F(Misfits, OfOtherShapesAreRefusedWhateverIsHeldOfThem) {
+  expect_refused({{{DType::kF32, Region::whole({4})}}, {{DType::kF32, Region::whole({5}).window(0, 0)}}});
+  expect_refused(
+      {{{DType::kF32, Region::whole({2, 6}).window(0, 6)}}, {{DType::kF32, Region::whole({3, 4}).window(6, 12)}}});
+}
+
+TEST_F(Misfits, OfATensorThatARankHasTwiceAreRefused) {
+  const std::pair w{DType::kF32, Region::whole({2, 3})};
+  expect_refused({{w, w}, {}});
+  expect_refused({{w}, {w, w}});
+}
+
+TEST_F(Misfits, OfRegionsThatBeginAlikeAndAreAsLargeAreRefused) {
+  const Region row = Region::grid({4, 4}, {{{0, 1}}, {{0, 4}}}), column = Region::grid({4, 4}, {{{0, 4}}, {{0, 1}}});
+  expect_refused({{{DType::kF32, row}}, {{DType::kF32, column}}, {{DType::kF32, Region::whole({4, 4}).window(4, 16)}}});
+}
+
+TEST_F(Misfits, OfTypesBelow16BitsAreNotCast) {
+  expect_refused({{{DType::kF8E4M3, Region::whole({4})}}}, Code::kUnsupported, {.dtype = DType::kF32});
+  expect_refused({{{DType::kF32, Region::whole({4})}}}, Code::kUnsupported, {.dtype = DType::kF8E4M3});
+}
+
+/// Rank 1's stripes never come.
+class SilentSender : public Delegate {
+ public:
+  using Delegate::Delegate;
+  void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
+    if (rank() == 1) std::this_thread::sleep_for(milliseconds(3000));
+    group_.send(bytes, to, deadline);
+  }
+};
+
+TEST_F(Sharing, TellsWithinTheTimeoutWhoseStripesDoNotCome) {
+  std::mutex mutex;
+  std::string message;
+  on_ranks(3, [&](Group& inner) {
+    SilentSender group(inner);
+    Held held("w", DType::kF32, columns({600, 30}, inner.rank(), 3));
+    const Deadline in_time = base::after(milliseconds(2500));
+    try {
+      save(group, std::vector{held.view}, folder_ / "a.safetensors", {.timeout = milliseconds(1500)});
+    } catch (const Error& error) {
+      const std::scoped_lock lock(mutex);
+      if (inner.rank() == 2) message = error.what();
+      EXPECT_TRUE(inner.rank() == 1 || base::after(milliseconds(0)) < in_time);
+    }
+  });
+  EXPECT_NE(message.find(" rank 1 did not come"), std::string::npos) << message;
 }
 
 /// Late in every decide() by so much, on rank 1.

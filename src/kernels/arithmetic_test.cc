@@ -23,6 +23,29 @@ struct Draws {
   }
 };
 
+/// Operations that with_op() is compiled for; a variable of each notes it before main().
+template <class S>
+std::set<Op>& compiled() {
+  static std::set<Op> operations;
+  return operations;
+}
+template <class S, Op kOp>
+const bool kNoted = (compiled<S>().insert(kOp), true);
+
+template <class S>
+std::set<Op> compiled_operations() {
+  static_cast<void>(with_op<S>(Op::kCopy, []<Op kOp>() { return kNoted<S, kOp>; }));
+  return compiled<S>();
+}
+
+TEST(Operations, AreCompiledForAveragesThatHaveThem) {
+  const std::set<Op> narrow = {Op::kCopy, Op::kIntegerStep};
+  EXPECT_EQ(compiled_operations<BF16>(), narrow);
+  EXPECT_EQ(compiled_operations<F16>(), narrow);
+  EXPECT_EQ(compiled_operations<float>().size(), 8u);
+  EXPECT_EQ(compiled_operations<float>().count(Op::kIntegerStep), 0u);
+}
+
 template <class T>
 class Forms : public ::testing::Test {};
 using FloatTypes = ::testing::Types<float, double>;

@@ -2,19 +2,27 @@
 // whatever is called is shown by random programs (programs_test.cc), kernels' numbers by src/kernels/cuda_test.cc.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
 #include <latch>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "base/allocations.h"
 #include "comparison.h"
 #include "file/device.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
+<<<<<<< HEAD
 #include "kernels/memory.h"
+=======
+#include "kernels/cuda_driver.h"
+>>>>>>> m2
 #include "shardow/average.h"
 #include "shardow/group.h"
+#include "world.h"
 
 namespace shardow {
 namespace {
@@ -95,6 +103,31 @@ TEST_F(CudaCalls, AreFewWhateverTheNumberOfTensors) {
   EXPECT_EQ(calls_of([&] { ema_->bind(views_); }), follows) << "nothing moved, so no table is made anew";
 }
 
+TEST_F(CudaCalls, OfTheFirstStepThatDrawsNoiseAreTheLaunchAlone) {
+  make(false, {.rounding = Rounding::kStochastic});
+  EXPECT_EQ(calls_of([&] { ema_->update(); }), (Numbers{{"update", 1}})) << "nothing is loaded, which may wait";
+}
+
+TEST_F(CudaCalls, AskForKernelsOfTheTablesDtypes) {
+  make();
+  for (const fake::Kernel& kernel : fake::world().kernels)
+    EXPECT_EQ(kernel.name.find("double"), std::string::npos) << kernel.name;
+}
+
+TEST_F(CudaCalls, LeaveTheThreadsDeviceAndCaptureModeAsTheyWere) {
+  make();
+  ema_->update();
+  ema_->swap_in();
+  ema_->swap_out();
+  EXPECT_EQ(fake::current_device(), -1);
+  const kernels::testing::Current current(1);
+  ema_->update();
+  EXPECT_EQ(fake::current_device(), 1);
+  int mode = fake::kGlobal;
+  kernels::cuda::driver().exchange_capture_mode(&mode);
+  EXPECT_EQ(mode, fake::kGlobal);
+}
+
 TEST_F(CudaCalls, AnUpdateOfAveragesOnTheHostMakesNothingAnew) {
   for (const int64_t ring_bytes : {int64_t{1} << 16, int64_t{1} << 26}) {
     fake::reset(fake::Options{.num_devices = 2});
@@ -120,6 +153,42 @@ TEST_F(CudaCalls, AnUpdateOfAveragesOnTheHostMakesNothingAnew) {
               0);
     base::uncounted = nullptr;
     EXPECT_EQ(calls(), first);
+    TearDown();
+  }
+}
+
+TEST_F(CudaCalls, CopiesOfNeighboursInOneAllocationAloneAreOne) {
+  auto* const memory = static_cast<float*>(kernels::cuda::allocate(84, 0));
+  std::vector<TensorView> views, averages;
+  std::vector<float> on_host(14);
+  for (size_t i = 0; i < 2; ++i) {
+    const Device device{Device::Kind::kCuda, 0, fake::stream(0, 1)};
+    views.push_back({"p" + std::to_string(i), DType::kF32, Region::whole({7}), memory + 7 * (i + 1), device});
+    averages.push_back({"p" + std::to_string(i), DType::kF32, Region::whole({7}), on_host.data() + 7 * i, {}});
+  }
+  for (const int copies : {1, 2}) {
+    ema_ = std::make_unique<Average>(views, std::vector<std::vector<TensorView>>{averages}, AverageOptions{});
+    EXPECT_EQ(calls_of([&] {
+                ema_->update();
+                ema_->wait();
+              })["copy"],
+              copies);
+    if (copies == 1) fake::world().memory.split(memory, 56);
+  }
+}
+
+TEST_F(CudaCalls, AnUpdateThatFailedHasNoCopyOnItsWay) {
+  for (uint64_t seed = 0; seed < 10; ++seed) {
+    fake::reset({.num_devices = 2, .seed = seed});
+    make(true);
+    fake::fail_copy(100, -1);
+    ema_->update();
+    EXPECT_NE(testing::error_of([&] { ema_->wait(); }), "");
+    fake::fail_copy(-1);
+    {
+      const std::lock_guard lock(fake::world().streams.mutex());
+      EXPECT_EQ(fake::world().streams.pending(), 0u) << "the weights may be freed now";
+    }
     TearDown();
   }
 }
@@ -189,6 +258,68 @@ TEST_F(CudaCalls, AnUpdateInACaptureTakesItsStepFromTheDevice) {
   EXPECT_EQ(captured(), (Numbers{{"update", 2}}));
   ema_->prepare_replay();
   EXPECT_EQ(ema_->stats().step, 41);
+}
+
+/// The host runs ahead of the device, until it has no pinned memory left for steps.
+TEST_F(CudaCalls, StepsOfReplaysStayUntilTheDeviceHasReadThem) {
+  const kernels::testing::GraphCalls& graphs = kernels::testing::graph_calls();
+  const auto average_after = [&](bool late) {
+    fake::reset({.num_devices = 2, .threads = late});
+    const kernels::testing::Current current(0);
+    auto* const weights = static_cast<float*>(kernels::cuda::allocate(28, 0));
+    std::fill_n(weights, 7, 0.0f);
+    views_ = {{"p", DType::kF32, Region::whole({7}), weights, {Device::Kind::kCuda, 0, fake::stream(0, 1)}}};
+    ema_ = std::make_unique<Average>(views_, AverageOptions{.schedules = {Schedule::warmup(0.999)}});
+    fake::synchronize();
+    std::fill_n(weights, 7, 1.0f);
+    void *graph = nullptr, *replay = nullptr;
+    graphs.begin_capture(fake::stream(0, 1), kernels::testing::kThreadLocal);
+    ema_->update();
+    graphs.end_capture(fake::stream(0, 1), &graph);
+    graphs.instantiate(&replay, graph, 0);
+    std::latch held(1);
+    if (late) fake::enqueue(0, fake::stream(0, 1), [&] { held.wait(); });
+    std::jthread host([&] {
+      const kernels::testing::Current in_thread(0);
+      for (int step = 0; step < 24; ++step) {
+        ema_->prepare_replay();
+        graphs.launch(replay, fake::stream(0, 1));
+      }
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(late ? 100 : 0));
+    held.count_down();
+    host.join();
+    fake::synchronize();
+    const float average = *static_cast<const float*>(ema_->views()[0].data);
+    graphs.destroy_replay(replay);
+    graphs.destroy(graph);
+    TearDown();
+    return average;
+  };
+  const float expected = average_after(false);
+  EXPECT_GT(expected, 0.1f);
+  EXPECT_EQ(average_after(true), expected);
+}
+
+TEST_F(CudaCalls, ANewStreamComesAfterTheWorkOfOneThatIsGone) {
+  make();
+  const kernels::testing::Current current(0);
+  void* stream = nullptr;
+  kernels::cuda::driver().create_stream(&stream, kernels::cuda::kNonBlocking);
+  ema_->set_stream(0, stream);
+  ema_->update();
+  kernels::cuda::driver().destroy_stream(stream);
+  EXPECT_EQ(calls_of([&] { ema_->set_stream(0, fake::stream(0, 2)); })["host waits for device"], 1);
+}
+
+TEST_F(CudaCalls, AveragesThatBeginAgainWithinACaptureAreRefused) {
+  make();
+  const kernels::testing::Current current(0);
+  void* graph = nullptr;
+  kernels::testing::graph_calls().begin_capture(fake::stream(0, 1), kernels::testing::kGlobal);
+  EXPECT_NE(testing::error_of([&] { ema_->reset(); }).find("outside of a capture"), std::string::npos);
+  kernels::testing::graph_calls().end_capture(fake::stream(0, 1), &graph);
+  ema_->reset();
 }
 
 TEST_F(CudaCalls, AReplayIsPreparedOnEveryDeviceOrOnNone) {

@@ -193,6 +193,8 @@ std::string checked_image(const void* image) {
   Elf64_Ehdr header;
   std::memcpy(&header, image, sizeof(header));
   if (header.e_ident[EI_ABIVERSION] > 7 && number_from("FAKE_CUDA_VERSION", 12040) < 13000) return {};
+  const unsigned code_for = header.e_flags & 0xff, capability = number_from("FAKE_CUDA_CAPABILITY", 90);
+  if (header.e_ident[EI_ABIVERSION] == 7 && code_for / 10 != capability / 10) return {};  // another generation's
   return {static_cast<const char*>(image), header.e_shoff + size_t{header.e_shnum} * header.e_shentsize};
 }
 

@@ -9,7 +9,9 @@
 
 #include "emulation.h"
 #include "graph_calls.h"
+// After the language's words.
 #include "kernels/cuda.h"
+#include "kernels/cuda_access.cuh"
 #include "kernels/cuda_driver.h"
 #include "kernels/cuda_kernels.h"
 #include "world.h"
@@ -119,6 +121,23 @@ TEST_F(FakeDevice, SharedMemoryBeginsPoisonedInEachBlock) {
     driver().launch(kernel, 1, 1, 1, 32, 1, 1, 0, stream(1), arguments, nullptr);
     EXPECT_EQ(static_cast<unsigned>(*number_), 0xa5a5a5a5u);
   }
+}
+
+/// An access of a warp, 16 bytes a lane, is a range without holes: the device moves whole sectors.
+template <class S>
+void expect_ranges() {
+  using Wide = kernels::cuda::Access<S, true>;
+  constexpr int kPiece = 16 / sizeof(S);
+  for (int lane = 0; lane < kernels::cuda::kLanes; ++lane) {
+    for (int j = 0; j < kernels::cuda::kPerLane; ++j)
+      EXPECT_EQ(Wide(lane).element(j), Wide(0).element(j / kPiece * kPiece) + lane * kPiece + j % kPiece);
+  }
+}
+
+TEST(WideAccesses, AreRangesWithoutHoles) {
+  expect_ranges<uint16_t>();
+  expect_ranges<float>();
+  expect_ranges<double>();
 }
 
 /// While a stream of this thread or another one is captured, by the capture's mode.

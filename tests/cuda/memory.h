@@ -83,6 +83,12 @@ class Memory {
     }
     return true;
   }
+  /// Makes two allocations of one, the first of so many bytes: on a device they may lie one behind the other.
+  void split(void* memory, size_t bytes) {
+    Block& first = blocks_.at(memory);
+    blocks_[first.begin + bytes] = {first.begin + bytes, first.bytes - bytes, 0, first.pinned, ++last_number_};
+    first.bytes = bytes;
+  }
   size_t allocated() const { return allocated_; }
   /// Null: it lies in none
   const Block* find(const void* memory) const {

@@ -2,6 +2,7 @@
 // the one that it was asked for by, and the fake driver has the kernel's twin. The variables say what other NVRTCs are.
 #include <elf.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -63,7 +64,11 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
   for (const std::string& name : program->names) names += name + '\n';
   header.e_shoff = sizeof(header) + names.size();
   bool ptx = false;
-  for (int i = 0; i < count; ++i) ptx = ptx || std::strstr(options[i], "compute_") != nullptr;
+  for (int i = 0; i < count; ++i) {
+    ptx = ptx || std::strstr(options[i], "compute_") != nullptr;
+    if (const char* const code = std::strstr(options[i], "sm_"))
+      header.e_flags = static_cast<Elf64_Word>(std::atoi(code + 3));
+  }
   program->image = ptx ? ".version\n" : std::string(reinterpret_cast<const char*>(&header), sizeof(header));
   program->image += names + '\0';
   return number_from("FAKE_NVRTC_STATUS", 0);

@@ -82,10 +82,19 @@ def test_a_real_nvrtc_compiles_what_the_fake_driver_runs() -> None:
     assert printed(FAKES, SHARDOW_NVRTC=str(path)).startswith("averages, with ('NVRTC 12.")
 
 
-def test_cuda_is_asked_nothing_where_all_tensors_are_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "shardow.save({'w': weight}, path)",
+        "shardow.EMA(torch.nn.Linear(3, 3)).update()",
+        "torch_ema.ExponentialMovingAverage([weight], 0.9).update()",
+    ],
+)
+def test_cuda_is_asked_nothing_where_all_tensors_are_on_the_cpu(call: str, tmp_path: Path) -> None:
     program = (
-        f"import torch, shardow; shardow.save({{'w': torch.ones(3)}}, {str(tmp_path / 'w.safetensors')!r});"
-        "assert 'libcuda' not in open('/proc/self/maps').read()"
+        "import torch, shardow; from shardow.compat import torch_ema;"
+        f"weight, path = torch.nn.Parameter(torch.ones(3)), {str(tmp_path / 'w.safetensors')!r};"
+        f"{call}; assert 'libcuda' not in open('/proc/self/maps').read()"
     )
     environment = {**os.environ, "LD_LIBRARY_PATH": str(FAKES)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)

@@ -154,7 +154,12 @@ class Tree:
         for program, filter in [pair for mutant in mutants for pair in mutant.programs]:
             filters.setdefault(program, []).append(filter or "*")
         commands = [
-            [str(self.folder_of_build / program), "--gtest_brief=1", f"--gtest_filter={':'.join(dict.fromkeys(names))}"]
+            [
+                str(self.folder_of_build / program),
+                "--gtest_brief=1",
+                "--gtest_fail_fast",
+                f"--gtest_filter={':'.join(dict.fromkeys(names))}",
+            ]
             for program, names in filters.items()
         ]
         arguments = dict.fromkeys(test for mutant in mutants for test in mutant.of_python)
@@ -164,7 +169,8 @@ class Tree:
 
     def _failed(self, command: list[str], deadline: float) -> str:
         with tempfile.TemporaryDirectory(prefix="mutant", ignore_cleanup_errors=True) as folder:
-            fake = self.folder_of_build / "fake" if Path(command[0]).name.startswith("cuda_") else ""
+            on_device = Path(command[0]).name.startswith(("cuda_", "kernels_"))
+            fake = self.folder_of_build / "fake" if on_device else ""
             environment = {**os.environ, "TMPDIR": folder, "TEST_TMPDIR": folder, "LD_LIBRARY_PATH": str(fake)}
             with open(Path(folder) / "output", "w+") as output:
                 process = subprocess.Popen(
@@ -204,7 +210,8 @@ class EngineTree(Tree):
 
     def build(self, mutants: Sequence[Mutant]) -> None:
         programs = {program for mutant in mutants for program, _ in mutant.programs}
-        modules = {"_core", "_core_hooks", "fake_nvrtc"} if any(mutant.of_python for mutant in mutants) else set()
+        for_python = {"_core", "_core_hooks", "fake_driver", "fake_nvrtc"}
+        modules = for_python if any(mutant.of_python for mutant in mutants) else set()
         self._cmake("--build", self.folder_of_build, "--target", *sorted(programs | modules))
 
     def _cmake(self, *words: object) -> None:

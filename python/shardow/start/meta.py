@@ -137,6 +137,7 @@ def give_memory(
     try:
         model._apply(give)
     except BaseException:  # out of memory
+        _join(known)
         take_memory(model, [tensor for where in known if not (tensor := where[0].owner[where[0].key]).is_meta])
         raise
     _join(known)

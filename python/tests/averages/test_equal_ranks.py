@@ -18,7 +18,11 @@ from safetensors import safe_open
 from torch.nn.parallel import DistributedDataParallel
 
 import shardow
+from shardow import _core
+from shardow.model import equal
 from shardow.model.equal import checksums
+from shardow.ranks.store_group import store_group
+from shardow.ranks.team import Team
 
 # ---- counters of a rank's own part
 
@@ -285,3 +289,69 @@ def test_a_checksum_is_of_values_in_their_order(dtype: torch.dtype) -> None:
     changed[2, 4] = 0
     assert checksums([one]) == checksums([strided]) == checksums([torch.cat([one, one])[3:]])
     assert len({*checksums([one, moved, changed])}) == 3
+
+
+class OnDevice(torch.Tensor):
+    """Has the host's memory, whose checksum is made as on a device."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_checksum_of_a_device_is_of_values_in_their_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equal, "_WORDS", 4)  # elements of a part
+    whole = torch.arange(16).view(4, 4).to(dtype)
+    moved, strided, behind = (
+        torch.cat([whole[2:], whole[:2]]),
+        whole.t().contiguous().t(),
+        torch.cat([whole[:1], whole])[1:],
+    )
+    sums = checksums([tensor.as_subclass(OnDevice) for tensor in (whole, strided, behind, moved)])
+    assert sums[0] == sums[1] == sums[2] != sums[3]
+
+
+def counted_apart() -> Outcome:
+    """Counts as after a construction in which a rank was interrupted."""
+    store_group(dist.group.WORLD).joined += dist.get_rank()
+    return outcome(shardow.EMA(models.build("ddp", 2), 0.5).distance)
+
+
+def test_ranks_that_counted_their_emas_apart_call_the_next_one_alike() -> None:
+    assert [kind for kind, *_ in ranks.run(2, counted_apart, timeout=60)] == ["none", "none"]
+
+
+def shared_with_others() -> Outcome:
+    """A weight that all ranks hold, the same on two and two of them, beside another of each pair."""
+    rank, region = dist.get_rank(), _core.Region.whole([2])
+    pair = rank // 2
+    held = [
+        equal.Common("all", torch.full((2,), float(pair)), region, "[0, 1, 2, 3]"),
+        equal.Common("pair", torch.zeros(2), region, f"[{2 * pair}, {2 * pair + 1}]"),
+    ]
+    return outcome(lambda: equal.check_equal("call()", lambda: held, Team(dist.group.WORLD, 60.0), "hint"))
+
+
+def test_weights_are_compared_between_ranks_that_share_others_with_others() -> None:
+    for kind, message, _ in ranks.run(4, shared_with_others):
+        assert (kind, message) == (
+            "InvalidArgumentError",
+            "call(): 'all' has other values on rank 0 than on rank 2; hint",
+        )
+
+
+def averages_apart(path: str) -> Outcome:
+    """Weights are equal again when their averages are saved."""
+    model = models.make()
+    ema = shardow.EMA(model, 0.5, group=dist.group.WORLD, replicas="copy")
+    bias = model[3].bias.detach()
+    kept = bias.clone()
+    bias[4] += dist.get_rank()
+    ema.update()
+    bias.copy_(kept)
+    return outcome(lambda: ema.save(path))
+
+
+def test_averages_that_differ_are_refused_though_weights_do_not(tmp_path: Path) -> None:
+    for kind, message, _ in ranks.run(2, averages_apart, str(tmp_path / "a.safetensors")):
+        assert kind == "InvalidArgumentError"
+        assert "'3.bias' has other values on rank 0 than on rank 1" in message

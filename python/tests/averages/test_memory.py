@@ -95,3 +95,11 @@ def test_they_are_the_same_each_time_and_outlive_the_ema() -> None:
     del one, ema
     assert torch.equal(kept, values)
     assert kept.untyped_storage().nbytes() == kept.nbytes  # so that torch.save() writes no more than it
+
+
+def test_full_tensors_that_were_gathered_in_inference_mode_can_be_written_outside_of_it() -> None:
+    ema = shardow.EMA(nn.Linear(3, 3), 0.9)
+    with torch.inference_mode():
+        state = ema.full_state_dict()
+    for tensor in state.values():
+        tensor.add_(1)

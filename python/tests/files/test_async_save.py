@@ -152,3 +152,11 @@ shardow.async_save({{"a": torch.ones(1)}}, {str(tmp_path / "a.safetensors")!r})
     assert "a.safetensors was not saved" in done.stderr
     assert "is a directory" in done.stderr
     assert done.stdout.split() == ["registered", "after", "registered", "before"]
+
+
+def test_staging_is_not_pinned_where_devices_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch pins the next power of two, while the engine has pinned chunks for what devices copy."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(background._alone, "staging", None)
+    shardow.async_save({"w": torch.ones(3)}, tmp_path / "w.safetensors").wait()
+    assert not background._alone.staging.is_pinned()

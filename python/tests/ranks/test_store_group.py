@@ -14,6 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from core_modules import HOOKS
+from outcomes import Outcome, outcome
 
 import shardow
 from shardow import _core
@@ -112,6 +113,28 @@ def test_a_reduction_that_fails_on_one_rank_fails_on_all_and_changes_nothing(int
         assert (kind, message) == ("PeerFailedError", said) or (kind == "DeadlineError" and late in message)
         assert [kind, message] == answers[0][:2]
         assert together == [b"in step"] * 4
+
+
+def a_block_that_fails_on_the_way_back() -> tuple[Outcome, bool]:
+    """Rank 1 has its sum by then."""
+    group, rank = store_group.store_group(dist.group.WORLD), dist.get_rank()
+    own = group.send
+
+    def send(data: memoryview, to: int, seconds: float) -> None:
+        if (rank, to) == (0, 2):
+            raise shardow.errors.make("peer_failed", "rank 0 has no way to rank 2")
+        own(data, to, seconds)
+
+    group.send = send  # type: ignore[method-assign]
+    values = np.full(1000, rank + 1, dtype=np.uint64)
+    ended = outcome(lambda: group.all_reduce(memoryview(values), "sum", 1.0))  # type: ignore[arg-type]
+    return ended, bool((values == rank + 1).all())
+
+
+def test_reduction_that_fails_late_changes_nothing_on_ranks_that_had_their_sum() -> None:
+    for (kind, message, _), unchanged in ranks.run(3, a_block_that_fails_on_the_way_back, may_die=True):
+        assert (kind, message) == ("PeerFailedError", "rank 0 has no way to rank 2") or kind == "DeadlineError"
+        assert unchanged
 
 
 def blocks_and_broadcasts() -> bool:
@@ -225,3 +248,19 @@ def late_to_the_rest() -> str:
 def test_messages_give_the_timeout_that_was_asked_for_whatever_was_left_of_it() -> None:
     for said in ranks.run(2, late_to_the_rest):
         assert "[1] did not take part within 60 s" in said
+
+
+def late_for_a_broadcast() -> tuple[Outcome, float]:
+    group, data = store_group.store_group(dist.group.WORLD), np.zeros(10, dtype=np.uint8)
+    time.sleep(1.5 * dist.get_rank())
+    late = outcome(lambda: group.broadcast(memoryview(data), 0, 0.3))  # type: ignore[arg-type]
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return late, total.item()
+
+
+def test_rank_that_is_late_for_a_broadcast_is_an_error_on_all_and_leaves_the_process_group() -> None:
+    for (kind, message, _), total in ranks.run(2, late_for_a_broadcast):
+        assert kind == "DeadlineError"
+        assert "rank(s) [1] did not take part within 0.3 s" in message
+        assert total == 2

@@ -7,14 +7,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from emulated import Emulated, emulated, on_all
 
 import shardow
 from shardow import _core
 from shardow.ranks import rounds
+from shardow.ranks.store_values import Connection
 from shardow.ranks.waiting import Left, Overdue
 
 TIMEOUT = 60.0
@@ -126,3 +129,23 @@ def test_an_interrupted_rank_waited_for_others_not_for_itself() -> None:
         leave(groups[1], Left(KeyboardInterrupt()), first=True)
         with pytest.raises(KeyboardInterrupt, match=r"waited for rank\(s\) \[0, 2\]"):
             groups[1].all_gather(b"", TIMEOUT)
+
+
+def test_store_that_was_silent_gets_half_a_second_for_the_next_question() -> None:
+    go_on = threading.Event()
+    with emulated(1) as (group,):
+        group._store, group._connected = None, lambda: SimpleNamespace(check=lambda _: go_on.wait(TIMEOUT))  # type: ignore[method-assign]
+        for patience, most in ((0.1, 2.0), (10.0, 3.0)):
+            began = time.monotonic()
+            assert group.ask(lambda store: store.check(["key"]), patience) is None
+            assert time.monotonic() - began < most
+        go_on.set()
+
+
+def test_each_wait_of_a_connection_has_its_own_timeout() -> None:
+    store = dist.HashStore()
+    connection = Connection(lambda: store)
+    with pytest.raises(dist.DistStoreError):
+        connection.get("missing", 0.05)
+    threading.Timer(0.3, store.set, ("key", "value")).start()
+    assert connection.get("key", TIMEOUT) == b"value"

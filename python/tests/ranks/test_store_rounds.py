@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from emulated import Emulated, emulated, on_all
 import shardow
 from shardow import _core
 from shardow.ranks.rounds import Rounds
+from shardow.ranks.store_values import MOST, put
 
 TIMEOUT = 60.0
 
@@ -179,3 +181,11 @@ def test_what_is_made_of_words_may_fail_on_one_rank_and_then_does_on_all() -> No
         answers, _ = on_all(groups, lambda group: group.decide(b"x", refuse, TIMEOUT))
         assert all(isinstance(one, shardow.errors.CorruptError) and str(one) == "33 words" for one in answers)
         assert on_all(groups, agree)[0] == [None] * 33
+
+
+def test_key_of_a_long_value_that_others_wait_for_is_written_last() -> None:
+    store, written, keys = SimpleNamespace(), [], []
+    store.set = lambda key, value: written.append(key)
+    put(store, "key", bytes(2 * MOST + 1), keys)
+    assert sorted(written) == sorted(keys) == ["key", f"key/{MOST}", f"key/{2 * MOST}"]
+    assert written[-1] == "key"

@@ -258,3 +258,13 @@ def test_rank_that_is_gone_is_reported_with_the_call(verb: str, says: str, tmp_p
     kind, message, _ = ranks.run(2, meets_a_rank_that_is_gone, tmp_path, verb, may_die=True)[0]
     assert kind in ("DeadlineError", "PeerFailedError")
     assert re.search(says, message), message
+
+
+def test_child_of_fork_waits_with_threads_of_its_own() -> None:
+    assert waiting.wait_for(lambda: 1, 5.0) == 1  # its thread stays for the next wait
+    if (child := os.fork()) == 0:
+        try:
+            os._exit(0 if waiting.wait_for(lambda: 2, 5.0) == 2 else 1)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -4,6 +4,7 @@ time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -15,8 +16,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from failing import ALL, SLACK, TIMEOUT, Told, check, good_state, materialize, on_rank
+from failing import ALL, SLACK, TIMEOUT, Told, check, good_state, is_good, materialize, on_meta, on_rank
 
+import shardow
 from shardow.ranks import stream
 
 
@@ -142,6 +144,49 @@ def test_several_silent_ranks_cost_the_others_one_timeout_and_are_named() -> Non
     check([told[0], told[2]], ["DeadlineError"] * 2, f"within {TIMEOUT:g} s", TIMEOUT + SLACK)
     assert "weights between rank 0 and rank 1 did not arrive" in told[0][1] or "rank 0 and rank 3" in told[0][1]
     assert "rank(s) [1, 3] did not take part" in told[2][1]
+
+
+def bytes_sent(fails: bool) -> int:
+    sent, send, (model, _) = [0], stream.Server.send, on_meta()
+    source = Failing() if dist.get_rank() == 0 else None
+
+    def counted(side: stream.Server, data: torch.Tensor, rank: int) -> Any:
+        sent[0] += data.nbytes
+        return send(side, data, rank)
+
+    def progress(done: int, total: int) -> None:
+        if source is not None and fails:
+            source.then = cannot_read
+
+    raises = pytest.raises((OSError, ConnectionError)) if fails else contextlib.nullcontext()
+    with mock.patch.object(stream, "_MESSAGE", 32), mock.patch.object(stream.Server, "send", counted), raises:
+        shardow.materialize(model, source, progress=progress)
+    return sent[0]
+
+
+def test_source_that_fails_sends_as_many_bytes_as_ranks_wait_for() -> None:
+    good, failed = (ranks.run(2, bytes_sent, fails)[0] for fails in (False, True))
+    assert good == failed > 0
+
+
+def slow_to_receive() -> bool:
+    """Rank 1 takes the first of many messages slowly, each well within the timeout, eight of them not."""
+    receive, count = stream.Client.receive, iter(range(10**9))
+
+    def received(side: stream.Client, data: torch.Tensor, sender: int) -> Any:
+        if next(count) < 12:
+            time.sleep(TIMEOUT / 6)
+        return receive(side, data, sender)
+
+    model, optimizer = on_meta()
+    with mock.patch.object(stream, "_MESSAGE", 32), mock.patch.object(stream.Client, "receive", received):
+        shardow.materialize(model, on_rank(0, good_state()), optimizer, timeout=TIMEOUT)
+    is_good(model, optimizer)
+    return True
+
+
+def test_rank_that_is_slow_but_takes_every_message_is_not_lost() -> None:
+    assert ranks.run(2, slow_to_receive) == [True, True]
 
 
 def test_a_rank_that_died() -> None:

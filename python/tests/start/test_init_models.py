@@ -235,3 +235,22 @@ def cast_beside_experts() -> list[torch.dtype]:
 
 def test_a_model_with_experts_that_were_sharded_before_is_cast() -> None:
     assert set(ranks.run(4, cast_beside_experts)[0]) == {torch.bfloat16}
+
+
+def attributes_of(model: nn.Module) -> dict[str, list[str]]:
+    return {
+        name: sorted(key for key, value in module.__dict__.items() if isinstance(value, torch.Tensor))
+        for name, module in model.named_modules()
+    }
+
+
+def attributes_of_fsdp1() -> bool:
+    model = fsdp1(net(None), "FULL_SHARD", False)
+    before = attributes_of(model)
+    shardow.materialize(model, seed=5)
+    assert any("weight" in keys for keys in before.values())
+    return attributes_of(model) == before
+
+
+def test_an_initialisation_leaves_the_attributes_that_fsdp1_made() -> None:
+    assert ranks.run(2, attributes_of_fsdp1) == [True, True]

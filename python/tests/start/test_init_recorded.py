@@ -321,3 +321,26 @@ def test_plain_layers_have_the_values_of_reset_parameters() -> None:
     for module in expected:
         module.reset_parameters()
     assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+
+
+def test_an_initialisation_draws_none_of_the_trainings_random_numbers() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with shardow.meta_init():
+        model = nn.Linear(3, 3)
+    shardow.materialize(model)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_deep_copies_after_an_inner_block_are_recorded() -> None:
+    with shardow.meta_init():
+        layer = nn.Linear(3, 3)
+        with shardow.meta_init():
+            nn.Linear(1, 1)
+        twin = copy.deepcopy(layer)
+        nn.init.constant_(twin.weight, 7.0)
+        model = nn.Sequential(layer, twin)
+    shardow.materialize(model)
+    assert bool((twin.weight == 7).all())
+    assert not bool((layer.weight == 7).any())

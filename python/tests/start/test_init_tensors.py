@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ranks
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardow
+from shardow.ranks import stream
 
 CASTS = [(a, b) for a in (F16, BF16, F32, F64) for b in (F16, BF16, F32, F64)]
 
@@ -89,6 +91,24 @@ def test_floating_dtypes_are_cast_as_torch_does_and_others_are_exact(tmp_path: P
     for dtype in (F16, BF16, F32, F64):
         save_file(odd_state(dtype), tmp_path / f"{dtype}.safetensors")
     assert ranks.run(2, cast_alike, str(tmp_path)) == [[], []]
+
+
+def bytes_from_rank_0(source: torch.dtype, own: torch.dtype) -> int:
+    """In messages of a few elements each."""
+    totals, state = [0], odd_state(source)
+    with shardow.meta_init():
+        model = fully_shard(Odd(own), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with mock.patch.object(stream, "_MESSAGE", 64):
+        shardow.materialize(model, only_rank0(state), progress=lambda done, total: totals.append(total))
+    assert same_bits(whole(model)["weight"], state["weight"].to(own))
+    return totals[-1]
+
+
+def test_of_source_and_model_the_narrower_dtype_travels() -> None:
+    narrow = ranks.run(2, bytes_from_rank_0, BF16, BF16)[0]
+    assert narrow > 0
+    assert ranks.run(2, bytes_from_rank_0, F32, BF16)[0] == narrow
+    assert ranks.run(2, bytes_from_rank_0, BF16, F32)[0] == narrow
 
 
 class Shared(nn.Module):

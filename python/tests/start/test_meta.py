@@ -290,3 +290,53 @@ def test_what_it_sees_of_constructors_is_what_they_do_and_not_its_own_looks(monk
     with shardow.meta_init():
         nn.Linear(4, 4)
     assert len(calls) <= 20
+
+
+def test_weights_that_to_empty_and_a_source_filled_have_values() -> None:
+    with shardow.meta_init():
+        layer = nn.Linear(2, 2)
+    shardow.to_empty(layer)
+    shardow.materialize(layer, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    assert shardow.materialize(layer, {"weight": torch.zeros(2, 2)}, strict=False)["missing"] == ["bias"]
+    assert layer.bias.tolist() == [1, 1]
+
+
+class Tying(nn.Module):
+    """Ties its weights in a method, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+    def tie_weights(self) -> None:
+        self.other = self.first
+
+
+def test_tie_weights_of_a_model_is_called_once_it_has_memory() -> None:
+    with shardow.meta_init():
+        model = Tying()
+    shardow.materialize(model, {"first": torch.ones(3), "other": torch.ones(3)})
+    assert model.other is model.first
+    assert model.first.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("tensors", [1, 2, 100])
+def test_model_without_enough_memory_is_on_meta_again_with_its_ties(
+    tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for so many tensors; for all, a source that does not fit."""
+    with shardow.meta_init():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+    made, empty_like = iter(range(100)), meta.empty_like
+
+    def empty_until(tensor: torch.Tensor, *where: Any) -> torch.Tensor:
+        if where[0] != "meta" and next(made) >= tensors:
+            raise MemoryError
+        return empty_like(tensor, *where)
+
+    monkeypatch.setattr(meta, "empty_like", empty_until)
+    with pytest.raises((MemoryError, ValueError)):
+        shardow.materialize(model, {"0.weight": torch.ones(3, 3)})
+    assert all(param.is_meta for param in model.parameters())
+    assert model[1].weight is model[0].weight

@@ -83,6 +83,8 @@ class Record:
     reset: bool = False
     calls: list[Call] = field(default_factory=list)
     twins: object | None = None
+    given: torch.Tensor | None = None  # has the version of what it was made from, without the memory
+    version: int = 0  # of that when it was recorded
 
     @property
     def has_values(self) -> bool:
@@ -90,6 +92,8 @@ class Record:
 
     @property
     def problem(self) -> str | None:
+        if self.given is not None and self.given._version != self.version:
+            return "what the module was given for it was written to afterwards"
         return next((call.problem for call in [*self.made, *self.calls] if call.problem), None)
 
     def replay(self, whole: torch.Tensor, calls: Iterable[Call]) -> None:
@@ -156,8 +160,10 @@ class Recorder(TorchFunctionMode):
         record = known[1] if known is not None else Record(id(now), now.numel())
         if known is None and (computed := self._computed.get(storage_key(now))):
             record.made = [Call(torch.Tensor.copy_, problem=f"{computed[1]} of a tensor on meta")]
-        elif known is None and not given.is_meta and not without_values(given):
-            record.made = [_kept(given)]
+        elif known is None and not given.is_meta:
+            record.made = [] if without_values(given) else [_kept(given)]
+            record.given, record.version = given.detach(), given._version
+            record.given.data = given.new_empty(0)
         module.__dict__.setdefault(_KEY, {})[key] = record
         self.watch(now, record, module)
 
@@ -201,7 +207,7 @@ class Recorder(TorchFunctionMode):
             return
         whole = name in _WHOLE and target.numel() == record.numel
         if whole:  # (3)
-            record.made, record.calls, record.reset, record.twins = [], [], False, None
+            record.made, record.calls, record.reset, record.twins, record.given = [], [], False, None, None
         if reset:
             record.reset, record.calls = True, []
         else:

@@ -226,13 +226,22 @@ class Computed(nn.Module):
             self.b.load_state_dict(self.a.state_dict())
         elif what == "swapped":
             self.b.weight.data.mul_(self.a.weight.data)
+        elif what in ("written", "its parameter"):
+            given = torch.arange(9.0).view(3, 3)
+            weight = nn.Parameter(given)
+            self.b.weight = weight
+            given.add_(1) if what == "written" else nn.init.eye_(weight)
         elif what == "norm":
             nn.utils.parametrizations.weight_norm(self.b)
 
 
 @pytest.mark.parametrize(
-    "what", ["data", "parameter", "foreach", "tied data", "tied parameter", "loaded", "swapped", "norm"]
-)
+    "what",
+    [
+        "data", "parameter", "foreach", "tied data", "tied parameter", "loaded", "swapped", "norm", "written",
+        "its parameter",
+    ],
+)  # fmt: skip
 def test_values_that_cannot_be_made_again_are_refused_by_name(what: str) -> None:
     with shardow.meta_init():
         model = Computed(what)

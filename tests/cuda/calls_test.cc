@@ -15,11 +15,8 @@
 #include "file/device.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
-<<<<<<< HEAD
-#include "kernels/memory.h"
-=======
 #include "kernels/cuda_driver.h"
->>>>>>> m2
+#include "kernels/memory.h"
 #include "shardow/average.h"
 #include "shardow/group.h"
 #include "world.h"

@@ -17,7 +17,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 STEPS := $(if $(filter-out demo,$(or $(MAKECMDGOALS),all)),5,3)
 step = echo "Set-up $(1) of $(STEPS): $(2)"
 
-.PHONY: help demo build test test-all test-torch test-cpp test-python test-frameworks test-whole mutants simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
+.PHONY: help demo build test test-all test-torch test-cpp test-python test-frameworks test-whole test-oracles mutants simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,7 +41,7 @@ test-beside: build
 	$(MAKE) test-cpp
 	$(MAKE) test-whole
 
-test-all: test sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
+test-all: test test-oracles sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
 	tools/gpu-rehearsal $(BIN)/python
 	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R "cuda_kernels|cuda_programs|file"
 	SHARDOW_ALL=1 $(MAKE) -j2 test-python test-frameworks test-whole
@@ -81,6 +81,9 @@ build/torch-%: build/.tests
 	$@/bin/pip install -qq --disable-pip-version-check torch==$*
 	for packages in $(CURDIR)/$(VENV)/lib/python3*/site-packages; do \
 	  echo "import site; site.addsitedir('$$packages')" >$$(echo $@/lib/python3*/site-packages)/rest.pth; done
+
+test-oracles: build  ## that the simulator's tests find mistakes; a minute
+	build/release/simulate_test --gtest_filter=Simulate.FindsMistakes*
 
 mutants: build  ## plants the mistakes of tests/mutants, and tells which of them tests notice; ONLY=: those with this text (an hour)
 	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only "$(ONLY)")

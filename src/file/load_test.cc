@@ -91,6 +91,19 @@ TEST_F(Load, ThatIsStrictOnOneRankIsStrictOnAll) {
             all(3, static_cast<int>(Code::kInvalidArgument)));
 }
 
+TEST_F(Load, ThatIsStrictNamesWhatTheFileLacks) {
+  ASSERT_EQ(save_as(path_, rows, 1), all(1, kFine));
+  auto held = hold(whole, 0, 1, false);
+  held.emplace_back("not there", DType::kF32, Region::whole({1}));
+  EXPECT_EQ(load(*solo(), views_of(held), path_, {.strict = false}).missing, std::vector<std::string>{"not there"});
+  try {
+    load(*solo(), views_of(held), path_);
+    ADD_FAILURE() << "nothing was missing";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("missing in the file: not there"), std::string::npos) << error.what();
+  }
+}
+
 TEST_F(Load, TellsWhatIsWantedAndNotWhatLiesBetween) {
   ASSERT_EQ(save_as(path_, rows, 2), all(2, kFine));
   int64_t last = 0, in_all = 0;

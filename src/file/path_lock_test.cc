@@ -69,6 +69,34 @@ TEST_F(Saving, WaitsForALivingSaveToTheSamePathAndSaysSoWhereThatDoesNotEnd) {
   EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", "b.safetensors", "model"}));
 }
 
+/// A holder removes the file and ends its lock after another save has opened that file, and before it asks for its
+/// lock.
+TEST_F(Saving, TakesNoLockThatItsHolderHasRemoved) {
+  class Between : public base::Syscalls {
+   public:
+    Between(Lock& holder, fs::path path) : holder_(holder), path_(std::move(path)) {}
+    int flock(int fd, int operation) override {
+      if (!std::exchange(came_, true)) {
+        fs::remove(path_);
+        holder_.release();
+      }
+      return Syscalls::flock(fd, operation);
+    }
+
+   private:
+    Lock& holder_;
+    const fs::path path_;
+    bool came_ = false;
+  };
+  Lock holder(folder_ / "model");
+  Between machine(holder, file::lock_path(folder_ / "model"));
+  machine_.syscalls = &machine;
+  const file::InEnvironment here(&machine_);
+  const file::PathLock lock(folder_ / "model", base::after(std::chrono::seconds(10)));
+  base::FileLock another;
+  EXPECT_EQ(another.take(file::lock_path(folder_ / "model")), base::FileLock::Result::kOthers);
+}
+
 /// A lock belongs to the open file, which a child that is forked meanwhile (a data loader's) has as well.
 TEST_F(Saving, EndsItsLockThoughAChildThatWasForkedMeanwhileLives) {
   Lock lock(folder_ / "model");

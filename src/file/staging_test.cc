@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "file/disk_model.h"
@@ -312,6 +313,86 @@ TEST_F(Saving, LeavesWhatWasThereWhereARenameFails) {
     }
     expect_version(2, path);
   }
+}
+
+/// Storage of a network may do a rename, and answer that it failed.
+TEST_F(Saving, IsTheNewOneWholeWhereItsLastRenameIsDoneAndAnsweredWithAnError) {
+  class Late : public base::Syscalls {
+   public:
+    int rename(const char* from, const char* to) override {
+      const int result = Syscalls::rename(from, to);
+      return fs::path(to).filename() == file::kIndexName ? (errno = EIO, -1) : result;
+    }
+  } machine;
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  machine_.syscalls = &machine;
+  version = 2;
+  EXPECT_EQ(save_as(path, rows, 2, kShards), all(2, static_cast<int>(Code::kIo)));
+  machine_.syscalls = nullptr;
+  expect_version(2, path);
+  save_version(3, path, kShards);
+  expect_version(3, path);
+  EXPECT_EQ(versions::strays(path, {}), "");
+}
+
+/// A list names what its save replaces, so that the next one removes it; a file that came there since is somebody's.
+TEST_F(Saving, LeavesAFileThatWasPutInThePlaceOfAReplacedOne) {
+  class Keeping : public base::Syscalls {
+    int unlink(const char* path) override {
+      return fs::path(path).extension() == ".safetensors" ? (errno = EIO, -1) : Syscalls::unlink(path);
+    }
+  } machine;
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  const std::set<std::string> old = in(path);
+  machine_.syscalls = &machine;
+  save_version(2, path, kShards);
+  machine_.syscalls = nullptr;
+  const std::string name =
+      *std::find_if(old.begin(), old.end(), [](const auto& one) { return one.ends_with(".safetensors"); });
+  ASSERT_TRUE(fs::exists(path / name));
+  fs::remove(path / name);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // coarser clocks of file systems
+  write(path / name, "of a user");
+  save_version(3, path, kShards);
+  EXPECT_EQ(bytes_of(path / name), "of a user");
+  EXPECT_EQ(versions::strays(path, {name}), "");
+}
+
+TEST_F(Saving, RemovesNothingWhereAListThatMayNameItCannotBeRead) {
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  const std::string named = file::name_with_nonce("ema-0.9.safetensors", kNonce, 0, 1);
+  write(path / named, "of averages");
+  write(path / file::kAveragesName, "{");
+  save_version(2, path, kShards);
+  expect_version(2, path);
+  EXPECT_EQ(bytes_of(path / named), "of averages");
+}
+
+TEST_F(Saving, BeginsOnlyWhereThereIsRoomForAllOfIt) {
+  class Small : public base::Syscalls {
+   public:
+    int statfs(const char* path, struct statfs* out) override {
+      const int result = Syscalls::statfs(path, out);
+      out->f_bsize = out->f_frsize = 1;
+      out->f_bavail = static_cast<decltype(out->f_bavail)>(room);
+      return result;
+    }
+    int64_t room = 0;
+  } machine;
+  const auto path = folder_ / "a.safetensors";
+  save_version(1, path);
+  machine.room = static_cast<int64_t>(fs::file_size(path));
+  machine_.syscalls = &machine;
+  save_version(2, path);
+  --machine.room;
+  version = 3;
+  EXPECT_EQ(save_as(path, rows, 2), all(2, static_cast<int>(Code::kOutOfSpace)));
+  machine_.syscalls = nullptr;
+  expect_version(2, path);
+  EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors"}));
 }
 
 class NoRename : public base::Syscalls {

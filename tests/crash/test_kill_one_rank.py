@@ -23,8 +23,8 @@ from versions import FILE_BYTES, OTHERS, strays, version_at
 from zygote import Outcome, Save, Zygote
 
 ALL = bool(os.environ.get("SHARDOW_ALL"))
-STRIDE = 1 if ALL else 9  # of the steps
-RANDOM_KILLS = 150 if ALL else 5  # of each form
+STRIDE = 1 if ALL else 13  # of the steps
+RANDOM_KILLS = 150 if ALL else 3  # of each form
 
 WORLD, MIDDLE = 3, 1
 # of saves in which somebody dies; without that they take 0.05 s, and 2 s more where torch looks up names in vain

@@ -44,7 +44,8 @@ def built(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         sources["example"] = ROOT / "examples" / "libtorch"
     where = f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}"
     for name, source in sources.items():
-        succeed(CMAKE, "-S", source, "-B", build / name, where, f"-DDIGITS_PYTHON={sys.executable}")
+        options = [where, f"-DDIGITS_PYTHON={sys.executable}", "-DCMAKE_UNITY_BUILD=ON"]
+        succeed(CMAKE, "-S", source, "-B", build / name, *options)
     compilers = [
         subprocess.Popen([CMAKE, "--build", build / name], stdout=subprocess.PIPE, text=True) for name in sources
     ]

@@ -193,13 +193,13 @@ std::span<const Schedule> Average::schedules() const noexcept {
 void Average::set_decay(double decay) {
   const auto use = impl_->use("set_decay()");
   std::vector<Schedule>& schedules = impl_->options.schedules;
-  const auto found = std::find_if(schedules.begin(), schedules.end(), average::Schedules::is_settable);
-  if (found == schedules.end()) {
+  const auto settable = std::find_if(schedules.begin(), schedules.end(), average::Schedules::is_settable);
+  if (settable == schedules.end()) {
     fail(Code::kInvalidArgument,
          "set_decay({}): the schedule {} says what the decay is; make the averages with settable({}) to set it", decay,
          schedules.front().key(), decay);
   }
-  *found = Schedule::settable(decay);
+  *settable = Schedule::settable(decay);
 }
 
 std::vector<double> Average::decays() const {

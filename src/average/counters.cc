@@ -160,8 +160,8 @@ std::vector<Schedule> schedules_in(std::string_view json) {
   return Fields(*object, json).schedules("schedules");
 }
 
-bool are_settable(const Schedule& one, const Schedule& other) {
-  return Schedules::is_settable(one) && Schedules::is_settable(other);
+bool are_settable(const Schedule& first, const Schedule& second) {
+  return Schedules::is_settable(first) && Schedules::is_settable(second);
 }
 
 std::vector<OptionDifference> differences(const AverageOptions& file, const AverageOptions& own) {

@@ -41,6 +41,6 @@ State state_from_json(std::string_view json);
 std::vector<Schedule> schedules_in(std::string_view json);
 
 /// Whether both are Schedule::settable(): their decays are then what set_decay() made of them, and no option.
-bool are_settable(const Schedule& one, const Schedule& other);
+bool are_settable(const Schedule& first, const Schedule& second);
 
 }  // namespace shardow::average

@@ -127,12 +127,13 @@ void print_table(const std::vector<Row>& rows) {
 
 /// Least, most, NaN, infinite; "-" for what there is not.
 Row columns_of(const Values& values, const std::string& name) {
-  const auto found = values.find(name);
-  if (found == values.end()) return {"-", "-", "-", "-"};
-  const Extremes& one = found->second;
-  const bool finite = one.numbers > one.nan + one.infinite;
+  const auto entry = values.find(name);
+  if (entry == values.end()) return {"-", "-", "-", "-"};
+  const Extremes& extremes = entry->second;
+  const bool finite = extremes.numbers > extremes.nan + extremes.infinite;
   const auto shown_number = [&](long double number) { return finite ? fmt::format("{:.6g}", number) : "-"; };
-  return {shown_number(one.least), shown_number(one.most), std::to_string(one.nan), std::to_string(one.infinite)};
+  return {shown_number(extremes.least), shown_number(extremes.most), std::to_string(extremes.nan),
+          std::to_string(extremes.infinite)};
 }
 
 /// Names are paths of words with dots between them: each word once, with what lies below it.
@@ -195,20 +196,20 @@ void print_text(const Source& source, const std::string& asked, const InspectOpt
 }
 
 void add_values(Json& json, const Values& values, const std::string& name) {
-  const auto found = values.find(name);
+  const auto entry = values.find(name);
   json.key("values");
-  if (found == values.end()) {
+  if (entry == values.end()) {
     json.null();
     return;
   }
-  const Extremes& one = found->second;
-  const bool finite = one.numbers > one.nan + one.infinite;
+  const Extremes& extremes = entry->second;
+  const bool finite = extremes.numbers > extremes.nan + extremes.infinite;
   json.begin_object();
-  for (const auto& [key, number] : {std::pair("min", one.least), std::pair("max", one.most)}) {
+  for (const auto& [key, number] : {std::pair("min", extremes.least), std::pair("max", extremes.most)}) {
     json.key(key);
     finite ? json.number(static_cast<double>(number)) : json.null();
   }
-  json.key("nan").number(one.nan).key("infinite").number(one.infinite).end_object();
+  json.key("nan").number(extremes.nan).key("infinite").number(extremes.infinite).end_object();
 }
 
 void add_tensors(Json& json, const Checkpoint& checkpoint, bool with_values) {

@@ -120,19 +120,19 @@ void read_elements(const file::Catalog& catalog, const file::Stored& stored, int
 Extremes extremes_of(const file::Catalog& catalog, const file::Stored& stored) {
   const DType dtype = stored.entry.dtype;
   const int64_t size = Region::whole(stored.entry.shape).size(), parts = dtype == DType::kC64 ? 2 : 1;
-  Extremes found;
+  Extremes extremes;
   std::vector<std::byte> memory;
   std::array<long double, kMostNumbers> numbers;
   const auto add = [&](long double number) {
-    ++found.numbers;
+    ++extremes.numbers;
     if (std::isnan(number)) {
-      ++found.nan;
+      ++extremes.nan;
     } else if (std::isinf(number)) {
-      ++found.infinite;
+      ++extremes.infinite;
     } else {
-      const bool first = found.numbers == found.nan + found.infinite + 1;
-      found.least = first ? number : std::min(found.least, number);
-      found.most = first ? number : std::max(found.most, number);
+      const bool first = extremes.numbers == extremes.nan + extremes.infinite + 1;
+      extremes.least = first ? number : std::min(extremes.least, number);
+      extremes.most = first ? number : std::max(extremes.most, number);
     }
   };
   for (int64_t begin = 0; begin < size; begin += kMostElements) {
@@ -146,7 +146,7 @@ Extremes extremes_of(const file::Catalog& catalog, const file::Stored& stored) {
     }
   }
   catalog.files[stored.file].file->check_unchanged();
-  return found;
+  return extremes;
 }
 
 }  // namespace shardow::cli

@@ -303,6 +303,16 @@ TEST_F(Opening, WhatIsNoCheckpointIsRefusedAtOnce) {
          [&] { Checkpoint::open(folder_); });
 }
 
+TEST_F(Opening, AnIndexNamesNoFileOutsideOfItsDirectory) {
+  const fs::path outside = saved("outside.safetensors");
+  fs::create_directory(folder_ / "model");
+  for (const std::string& file : {std::string("../outside.safetensors"), outside.string()}) {
+    std::ofstream(folder_ / "model" / "model.safetensors.index.json") << R"({"weight_map":{"half":")" << file << "\"}}";
+    expect(Code::kCorrupt, "only plain names of files beside the index are followed",
+           [&] { Checkpoint::open(folder_ / "model"); });
+  }
+}
+
 TEST_F(Opening, BytesThatAreNotWhatWasSavedAreNoticedWhereAllAreRead) {
   const fs::path path = saved("a.safetensors");
   {

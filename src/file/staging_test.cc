@@ -3,6 +3,7 @@
 #include "file/staging.h"
 
 #include <fmt/format.h>
+#include <simdjson.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -336,7 +337,7 @@ TEST_F(Saving, IsTheNewOneWholeWhereItsLastRenameIsDoneAndAnsweredWithAnError) {
   EXPECT_EQ(versions::strays(path, {}), "");
 }
 
-/// A list names what its save replaces, so that the next one removes it; a file that came there since is somebody's.
+/// A list names what its save replaces, so that the next one removes it; a file that was put there since is a user's.
 TEST_F(Saving, LeavesAFileThatWasPutInThePlaceOfAReplacedOne) {
   class Keeping : public base::Syscalls {
     int unlink(const char* path) override {
@@ -350,7 +351,7 @@ TEST_F(Saving, LeavesAFileThatWasPutInThePlaceOfAReplacedOne) {
   save_version(2, path, kShards);
   machine_.syscalls = nullptr;
   const std::string name =
-      *std::find_if(old.begin(), old.end(), [](const auto& one) { return one.ends_with(".safetensors"); });
+      *std::find_if(old.begin(), old.end(), [](const auto& name) { return name.ends_with(".safetensors"); });
   ASSERT_TRUE(fs::exists(path / name));
   fs::remove(path / name);
   std::this_thread::sleep_for(std::chrono::milliseconds(20));  // coarser clocks of file systems
@@ -418,6 +419,39 @@ TEST_F(Saving, OfNamedFilesGoesToStorageThatRenamesNothing) {
   EXPECT_EQ(save_named({"one.safetensors"}), all(2, static_cast<int>(Code::kUnsupported)));
   machine_.syscalls = nullptr;
   EXPECT_EQ(names(), (std::set<std::string>{"model"}));
+}
+
+/// Without renames the list is the commit, and whether a reader finds it is open from its first byte on.
+TEST_F(Saving, KeepsWhatAListNamesThatCouldNotBeFlushed) {
+  class Unflushed : public NoRename {
+   public:
+    int open(const char* path, int flags, mode_t mode) override {
+      const int fd = NoRename::open(path, flags, mode);
+      if ((flags & O_CREAT) != 0 && fs::path(path).filename() == file::kIndexName) list_ = fd;
+      return fd;
+    }
+    int fsync(int fd) override { return fd == list_ ? (errno = EIO, -1) : NoRename::fsync(fd); }
+
+   private:
+    std::atomic<int> list_ = -1;
+  } machine;
+  const auto path = folder_ / "model";
+  save_version(1, path, kShards);
+  machine_.syscalls = &machine;
+  version = 2;
+  EXPECT_EQ(save_as(path, rows, 2, kShards), all(2, static_cast<int>(Code::kIo)));
+  machine_.syscalls = nullptr;
+  expect_version(2, path);
+}
+
+TEST_F(Saving, CutsLongNamesBetweenCharacters) {
+  for (int more = 0; more < 4; ++more) {
+    std::string name(static_cast<size_t>(more), 'n');
+    while (name.size() + 2 <= 255) name += "\u00fc";
+    const std::string temporary = file::temporary_path(folder_ / name, kNonce).filename().string();
+    EXPECT_LE(temporary.size(), 255u);
+    EXPECT_TRUE(simdjson::validate_utf8(temporary)) << temporary;
+  }
 }
 
 /// Writes down what changes names, and flushes. A nonce is N, safetensors are st.

@@ -44,13 +44,14 @@ class Shares {
   explicit Shares(std::vector<Profile> profiles) : profiles_(std::move(profiles)) {
     for (const Profile& profile : profiles_) {
       exponents_.emplace_back();
-      for (const Schedule& one : profile) {
-        if (average::Schedules::is_settable(one)) {
-          base::fail(Code::kUnsupported,
-                     "a decay that set_decay() changes: snapshots do not say which one each update had; average after "
-                     "the fact with other schedules");
+      for (const Schedule& schedule : profile) {
+        if (average::Schedules::is_settable(schedule)) {
+          base::fail(
+              Code::kUnsupported,
+              "a decay that set_decay() changes: snapshots do not say which decay each update had; average after "
+              "the fact with other schedules");
         }
-        const auto sigma_rel = sigma_rel_of(one);
+        const auto sigma_rel = sigma_rel_of(schedule);
         exponents_.back().push_back(sigma_rel ? average::power_gamma(*sigma_rel) + 1 : 0);
       }
     }

@@ -132,10 +132,10 @@ def test_the_numbers_of_every_dtype_are_looked_through(tmp_path: Path) -> None:
         "none": ["-", "-", "0", "0"],
         "long": ["-7", "0", "0", "0"],
     }
-    (one,) = told_json("inspect", "--values", tmp_path / "a.safetensors")["checkpoints"]
-    found = {tensor["name"]: tensor["values"] for tensor in one["tensors"]}
-    assert found["f"] == {"min": -2.0, "max": 3.5, "nan": 2, "infinite": 2}
-    assert found["none"] == {"min": None, "max": None, "nan": 0, "infinite": 0}
+    (checkpoint,) = told_json("inspect", "--values", tmp_path / "a.safetensors")["checkpoints"]
+    numbers = {tensor["name"]: tensor["values"] for tensor in checkpoint["tensors"]}
+    assert numbers["f"] == {"min": -2.0, "max": 3.5, "nan": 2, "infinite": 2}
+    assert numbers["none"] == {"min": None, "max": None, "nan": 0, "infinite": 0}
     assert "values" not in told_json("inspect", tmp_path / "a.safetensors")["checkpoints"][0]["tensors"][0]
     assert run("inspect", "--values", "--tree", tmp_path / "a.safetensors").returncode == 2
 
@@ -145,7 +145,7 @@ def test_several_paths_are_shown_one_after_the_other(tmp_path: Path) -> None:
     text = told("inspect", *paths)
     assert [line for line in text.splitlines() if line in paths] == paths
     document = told_json("inspect", *paths)
-    assert [one["path"] for one in document["checkpoints"]] == paths
+    assert [checkpoint["path"] for checkpoint in document["checkpoints"]] == paths
     assert "path" not in document
     assert told_json("inspect", paths[0])["path"] == paths[0]
     assert run("inspect", paths[0], tmp_path / "no").returncode == 3

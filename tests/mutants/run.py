@@ -172,7 +172,7 @@ class Tree:
             on_device = Path(command[0]).name.startswith(("cuda_", "kernels_"))
             fake = self.folder_of_build / "fake" if on_device else ""
             environment = {**os.environ, "TMPDIR": folder, "TEST_TMPDIR": folder, "LD_LIBRARY_PATH": str(fake)}
-            with open(Path(folder) / "output", "w+") as output:
+            with open(Path(folder) / "output", "w+", errors="replace") as output:
                 process = subprocess.Popen(
                     command, cwd=self.root, env=environment, stdout=output, stderr=output, start_new_session=True
                 )

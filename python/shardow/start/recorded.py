@@ -83,7 +83,7 @@ class Record:
     reset: bool = False
     calls: list[Call] = field(default_factory=list)
     twins: object | None = None
-    given: torch.Tensor | None = None  # has the version of what it was made from, without the memory
+    source: torch.Tensor | None = None  # has the version of what it was made from, without the memory
     version: int = 0  # of that when it was recorded
 
     @property
@@ -92,7 +92,7 @@ class Record:
 
     @property
     def problem(self) -> str | None:
-        if self.given is not None and self.given._version != self.version:
+        if self.source is not None and self.source._version != self.version:
             return "what the module was given for it was written to afterwards"
         return next((call.problem for call in [*self.made, *self.calls] if call.problem), None)
 
@@ -162,8 +162,8 @@ class Recorder(TorchFunctionMode):
             record.made = [Call(torch.Tensor.copy_, problem=f"{computed[1]} of a tensor on meta")]
         elif known is None and not given.is_meta:
             record.made = [] if without_values(given) else [_kept(given)]
-            record.given, record.version = given.detach(), given._version
-            record.given.data = given.new_empty(0)
+            record.source, record.version = given.detach(), given._version
+            record.source.data = given.new_empty(0)
         module.__dict__.setdefault(_KEY, {})[key] = record
         self.watch(now, record, module)
 
@@ -207,7 +207,7 @@ class Recorder(TorchFunctionMode):
             return
         whole = name in _WHOLE and target.numel() == record.numel
         if whole:  # (3)
-            record.made, record.calls, record.reset, record.twins, record.given = [], [], False, None, None
+            record.made, record.calls, record.reset, record.twins, record.source = [], [], False, None, None
         if reset:
             record.reset, record.calls = True, []
         else:

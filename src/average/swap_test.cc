@@ -192,18 +192,23 @@ void on_two_ranks(const std::function<void(int, Group&)>& fn) {
   for (std::thread& worker : workers) worker.join();
 }
 
+/// Returns averages of two tensors in 64 floats, which `group` divides, after one update; weights differ from them.
+Average trained_on(std::vector<float>& memory, Group& group, std::chrono::milliseconds timeout) {
+  const std::vector<TensorView> views = {{"a", DType::kF32, Region::whole({48}), memory.data()},
+                                         {"b", DType::kF32, Region::whole({16}), memory.data() + 48}};
+  Average ema(views, {.schedules = {Schedule::constant(0.5)}, .replicas = &group, .timeout = timeout});
+  for (size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);
+  ema.update();
+  return ema;
+}
+
 TEST(SwapOfReplicas, StoppedOnOneRankComesBackOnAllAtOnce) {
   for (int at = 0; at < 8; ++at) {
     std::atomic<int> through{0};
     average::swap_seam = stop;
     on_two_ranks([&](int rank, Group& group) {
       std::vector<float> memory(64, 1.0f);
-      const std::vector<TensorView> views = {{"a", DType::kF32, Region::whole({48}), memory.data()},
-                                             {"b", DType::kF32, Region::whole({16}), memory.data() + 48}};
-      Average ema(views,
-                  {.schedules = {Schedule::constant(0.5)}, .replicas = &group, .timeout = std::chrono::minutes(2)});
-      for (size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);
-      ema.update();
+      Average ema = trained_on(memory, group, std::chrono::minutes(2));
       const std::vector<float> before = memory;
       steps_left = rank == 1 ? at : -1;
       stops_left = 1;
@@ -235,12 +240,7 @@ TEST(SwapOfReplicas, StoppedWhenAllIsBackOnOneRankEndsWithTheOther) {
   average::swap_seam = stop;
   on_two_ranks([&](int rank, Group& group) {
     std::vector<float> memory(64, 1.0f);
-    const std::vector<TensorView> views = {{"a", DType::kF32, Region::whole({48}), memory.data()},
-                                           {"b", DType::kF32, Region::whole({16}), memory.data() + 48}};
-    Average ema(views,
-                {.schedules = {Schedule::constant(0.5)}, .replicas = &group, .timeout = std::chrono::seconds(20)});
-    for (size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);
-    ema.update();
+    Average ema = trained_on(memory, group, std::chrono::seconds(20));
     const std::vector<float> before = memory;
     ema.swap_in();
     steps_left = rank == 1 ? kSteps - 1 : -1;

@@ -1,4 +1,4 @@
-// What a checkpoint holds, from its headers alone; with --values from all of its numbers.
+// Shows what a checkpoint holds, from its headers alone; with --values from all of its numbers.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -130,7 +130,7 @@ Row columns_of(const Values& values, const std::string& name) {
   const auto entry = values.find(name);
   if (entry == values.end()) return {"-", "-", "-", "-"};
   const Extremes& extremes = entry->second;
-  const bool finite = extremes.numbers > extremes.nan + extremes.infinite;
+  const bool finite = extremes.has_finite();
   const auto shown_number = [&](long double number) { return finite ? fmt::format("{:.6g}", number) : "-"; };
   return {shown_number(extremes.least), shown_number(extremes.most), std::to_string(extremes.nan),
           std::to_string(extremes.infinite)};
@@ -203,7 +203,7 @@ void add_values(Json& json, const Values& values, const std::string& name) {
     return;
   }
   const Extremes& extremes = entry->second;
-  const bool finite = extremes.numbers > extremes.nan + extremes.infinite;
+  const bool finite = extremes.has_finite();
   json.begin_object();
   for (const auto& [key, number] : {std::pair("min", extremes.least), std::pair("max", extremes.most)}) {
     json.key(key);

@@ -25,6 +25,8 @@ void read_elements(const file::Catalog& catalog, const file::Stored& stored, int
 struct Extremes {
   int64_t numbers = 0, nan = 0, infinite = 0;
   long double least = 0, most = 0;  ///< of the finite ones, where there are any
+
+  bool has_finite() const noexcept { return numbers > nan + infinite; }
 };
 
 /// Reads all of a tensor, chunk by chunk.

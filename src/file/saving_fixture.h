@@ -11,6 +11,8 @@ namespace shardow {
 
 inline constexpr const char* kNonce = "0123456789abcdef";
 
+inline const SaveOptions kShards{.max_shard_size = 1 << 20};
+
 class Saving : public Checkpoints {
  protected:
   ~Saving() override { version = 0; }
@@ -18,6 +20,13 @@ class Saving : public Checkpoints {
   void save_version(int which, const fs::path& path, const SaveOptions& options = {}) {
     version = which;
     ASSERT_EQ(save_as(path, rows, 2, options), all(2, kFine));
+  }
+  /// Saves files of at most a MiB with the calls of `machine`, which fails on both ranks.
+  void fail_to_save_version(int which, const fs::path& path, base::Syscalls& machine) {
+    machine_.syscalls = &machine;
+    version = which;
+    EXPECT_EQ(save_as(path, rows, 2, kShards), all(2, static_cast<int>(Code::kIo)));
+    machine_.syscalls = nullptr;
   }
   void expect_version(int which, const fs::path& path) {
     version = which;
@@ -38,7 +47,5 @@ class Saving : public Checkpoints {
     return found;
   }
 };
-
-inline const SaveOptions kShards{.max_shard_size = 1 << 20};
 
 }  // namespace shardow

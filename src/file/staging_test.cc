@@ -327,10 +327,7 @@ TEST_F(Saving, IsTheNewOneWholeWhereItsLastRenameIsDoneAndAnsweredWithAnError) {
   } machine;
   const auto path = folder_ / "model";
   save_version(1, path, kShards);
-  machine_.syscalls = &machine;
-  version = 2;
-  EXPECT_EQ(save_as(path, rows, 2, kShards), all(2, static_cast<int>(Code::kIo)));
-  machine_.syscalls = nullptr;
+  fail_to_save_version(2, path, machine);
   expect_version(2, path);
   save_version(3, path, kShards);
   expect_version(3, path);
@@ -437,10 +434,7 @@ TEST_F(Saving, KeepsWhatAListNamesThatCouldNotBeFlushed) {
   } machine;
   const auto path = folder_ / "model";
   save_version(1, path, kShards);
-  machine_.syscalls = &machine;
-  version = 2;
-  EXPECT_EQ(save_as(path, rows, 2, kShards), all(2, static_cast<int>(Code::kIo)));
-  machine_.syscalls = nullptr;
+  fail_to_save_version(2, path, machine);
   expect_version(2, path);
 }
 

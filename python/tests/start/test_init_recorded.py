@@ -227,10 +227,10 @@ class Computed(nn.Module):
         elif what == "swapped":
             self.b.weight.data.mul_(self.a.weight.data)
         elif what in ("written", "its parameter"):
-            given = torch.arange(9.0).view(3, 3)
-            weight = nn.Parameter(given)
+            values = torch.arange(9.0).view(3, 3)
+            weight = nn.Parameter(values)
             self.b.weight = weight
-            given.add_(1) if what == "written" else nn.init.eye_(weight)
+            values.add_(1) if what == "written" else nn.init.eye_(weight)
         elif what == "norm":
             nn.utils.parametrizations.weight_norm(self.b)
 

@@ -5,6 +5,7 @@
 #include "cli/app.h"
 #include "cli/comparison.h"
 #include "cli/exit_status.h"
+#include "cli/numbers.h"
 #include "cli/terminal.h"
 #include "cli/text.h"
 #include "file/catalog.h"

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/group_fixture.h"
+#include "shardow/detail/store.h"
 
 namespace shardow {
 namespace {

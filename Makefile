@@ -17,7 +17,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 STEPS := $(if $(filter-out demo,$(or $(MAKECMDGOALS),all)),5,3)
 step = echo "Set-up $(1) of $(STEPS): $(2)"
 
-.PHONY: help demo build test test-all test-torch test-cpp test-python test-frameworks test-whole test-oracles mutants simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
+.PHONY: help demo build test test-all test-torch test-cpp test-python test-frameworks test-whole test-slow mutants simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,7 +41,7 @@ test-beside: build
 	$(MAKE) test-cpp
 	$(MAKE) test-whole
 
-test-all: test test-oracles sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
+test-all: test test-slow sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
 	tools/gpu-rehearsal $(BIN)/python
 	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R "cuda_kernels|cuda_programs|file"
 	SHARDOW_ALL=1 $(MAKE) -j2 test-python test-frameworks test-whole
@@ -62,7 +62,7 @@ test-python: build
 
 # What starts programs: the command, both languages, installed packages, machines, benchmarks.
 test-whole: build
-	$(BIN)/python -m pytest tests --ignore=tests/crash
+	$(BIN)/python -m pytest tests --ignore=tests/crash --ignore=tests/test_benchmarks.py
 
 # In one process, since each that imports all frameworks takes 20 s for it.
 FRAMEWORKS := python/tests/integrations
@@ -82,8 +82,12 @@ build/torch-%: build/.tests
 	for packages in $(CURDIR)/$(VENV)/lib/python3*/site-packages; do \
 	  echo "import site; site.addsitedir('$$packages')" >$$(echo $@/lib/python3*/site-packages)/rest.pth; done
 
-test-oracles: build  ## the simulator's tests in full, and that they find mistakes; a minute
+# What has no smaller form, or a matrix that CI has whole.
+SLOW := tests/test_benchmarks.py tests/libtorch python/tests/averages/test_bit_identical.py
+
+test-slow: build  ## the simulator in full, and that it finds mistakes; benchmarks, LibTorch's examples, all shardings; six minutes
 	build/release/simulate_test --gtest_filter=Simulate.*
+	SHARDOW_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(SLOW)
 
 mutants: build  ## plants the mistakes of tests/mutants, and tells which of them tests notice; ONLY=: those with this text (an hour)
 	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only "$(ONLY)")

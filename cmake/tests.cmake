@@ -99,7 +99,7 @@ add_executable(simulate_test tests/simulate/simulate_test.cc tests/simulate/expl
                tests/simulate/late_store.cc tests/simulate/trained_state.cc tests/simulate/trainer.cc tests/simulate/training_run.cc)
 target_include_directories(simulate_test PRIVATE src tests/simulate)
 target_link_libraries(simulate_test PRIVATE shardow test_options fmt::fmt GTest::gtest_main Threads::Threads)
-# `make test-oracles` makes more runs, and runs the test of this test: that mistakes are found.
+# `make test-slow` makes more runs, and runs the test of this test: that mistakes are found.
 add_test(NAME simulate COMMAND simulate_test --gtest_filter=-Simulate.FindsMistakes*)
 # Each simulated run takes megabytes anew: they stay the process's.
 if(NOT SHARDOW_SANITIZE)  # fewer go into a minute there, by themselves

@@ -25,8 +25,8 @@ import shardow  # noqa: E402
 
 HERE = Path(__file__).parent
 ALL = bool(os.environ.get("SHARDOW_ALL"))
-of_the_example = pytest.mark.skipif(
-    not ALL, reason="the example takes another compile of torch's headers: SHARDOW_ALL=1"
+of_the_examples = pytest.mark.skipif(
+    not ALL, reason="each example is another compile of torch's headers: make test-slow"
 )
 
 
@@ -39,9 +39,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the programs. They are compiled side by side: torch's headers take half a minute each."""
     build = tmp_path_factory.mktemp("build")
-    sources = {"tests": HERE, "trainer": ROOT / "examples" / "cpp"}
+    sources = {"tests": HERE}
     if ALL:
-        sources["example"] = ROOT / "examples" / "libtorch"
+        sources |= {"trainer": ROOT / "examples" / "cpp", "example": ROOT / "examples" / "libtorch"}
     where = f"-DCMAKE_PREFIX_PATH={installed};{torch.utils.cmake_prefix_path}"
     for name, source in sources.items():
         options = [where, f"-DDIGITS_PYTHON={sys.executable}", "-DCMAKE_UNITY_BUILD=ON"]
@@ -82,7 +82,7 @@ def test_views_and_groups_and_both_libraries_in_one_program(built: Path) -> None
     assert "libtorch_cpu.so" in needed
 
 
-@pytest.mark.skipif(not ALL, reason="the programs compile the header: SHARDOW_ALL=1")
+@pytest.mark.skipif(not ALL, reason="the programs compile the header: make test-slow")
 def test_the_header_s_sketch_compiles_with_clang_where_it_is_there(installed: Path, tmp_path: Path) -> None:
     header = installed / "include" / "shardow" / "libtorch.h"
     sketch = program_of(header, more=", std::shared_ptr<torch::nn::Module> model, Steps& optimizer")
@@ -93,7 +93,7 @@ def test_the_header_s_sketch_compiles_with_clang_where_it_is_there(installed: Pa
     succeed(compiler, *warnings, "-fsyntax-only", f"-I{installed / 'include'}", *torch_s, tmp_path / "sketch.cc")
 
 
-@of_the_example
+@of_the_examples
 def test_what_stopped_or_was_killed_goes_on_bit_for_bit(built: Path, straight: Path, tmp_path: Path) -> None:
     stopped, killed = tmp_path / "stopped", tmp_path / "killed"
     train(built, stopped, 70)
@@ -121,6 +121,7 @@ def on_processes(built: Path, ranks: int, path: Path, *flags: object) -> subproc
     return run(*torchrun, "--no-python", program, built / "trainer" / "digits.bin", path, *flags)
 
 
+@of_the_examples
 def test_the_trainer_on_processes_goes_on_after_a_kill_with_the_bits_of_threads(built: Path, tmp_path: Path) -> None:
     straight, path = tmp_path / "straight", tmp_path / "run"
     succeed(built / "trainer" / "trainer", built / "trainer" / "digits.bin", straight, "--ranks", 3)
@@ -147,7 +148,7 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(16 * 4 * 4, 10)
 
 
-@of_the_example
+@of_the_examples
 def test_python_opens_the_export_and_goes_on_with_the_averages(straight: Path) -> None:
     net, loaded = Net(), Net()
     exported = load_file(straight / "model.safetensors")

@@ -50,7 +50,7 @@ def stopped_at_first(kind: str, replicas: str, folder: str) -> list[Any]:
     alone."""
     rank, missed = of_model(kind, replicas, folder), dict[str, list[int]]()
     for name, (way, most) in BEFORE.items():
-        points = [*range(0, most, 1 if EVERY else most), *range(most, most + 28)]
+        points = [*range(0, most, 1 if EVERY else most), *range(most, most + (28 if EVERY else 14))]
         found = {at: rank.go_on_after(way, by_a_signal, Stop(at), victim=at % 2) for at in points}
         missed[name] = [at for at, one in found.items() if one]
     return [rank.wrong, missed]

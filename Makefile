@@ -17,7 +17,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 STEPS := $(if $(filter-out demo,$(or $(MAKECMDGOALS),all)),5,3)
 step = echo "Set-up $(1) of $(STEPS): $(2)"
 
-.PHONY: help demo build test test-all test-torch test-cpp test-python test-frameworks test-whole test-slow mutants simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
+.PHONY: help demo build test test-all test-torch test-cpp test-python test-frameworks test-slow mutants simulate bench lint format sanitizers asan tsan fuzz docs gpu gpu-bundle wheel wheel-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,19 +32,18 @@ build: build/.installed build/.test-packages  ## set-up, and a build of all but 
 test-programs: build/.tests
 	@$(BIN)/cmake --build build/release
 
-test: build  ## every test; Python's, which wait more than they work, beside the others
+test: build  ## the tests; Python's, which wait more than they work, beside the others
 	$(MAKE) -j2 test-python test-beside
 
 .PHONY: test-beside
 test-beside: build
 	$(MAKE) test-frameworks
 	$(MAKE) test-cpp
-	$(MAKE) test-whole
 
 test-all: test test-slow sanitizers wheel  ## the tests, under sanitizers too, and their full matrices; wheels, in bare roots; the build for a device
 	tools/gpu-rehearsal $(BIN)/python
 	SHARDOW_ALL=1 $(BIN)/ctest --test-dir build/release --output-on-failure -R "cuda_kernels|cuda_programs|file"
-	SHARDOW_ALL=1 $(MAKE) -j2 test-python test-frameworks test-whole
+	SHARDOW_ALL=1 $(MAKE) -j2 test-python test-frameworks
 
 # A test that stands still is an error and does not hold up the rest.
 CTEST := --parallel $(JOBS) --timeout 1500
@@ -54,15 +53,13 @@ test-cpp: build
 	@tools/skipped build/release/Testing/Temporary/LastTest.log
 
 # What waits most comes first; what takes long is not last.
-OF_PYTHON := tests/crash $(addprefix python/tests/,ranks averages start checkpoints) examples python/tests
+OF_PYTHON := $(addprefix tests/,crash libtorch machines) $(addprefix python/tests/,ranks averages start checkpoints) tests examples python/tests
 
-# By files, so that what a file's tests share is made once.
+# Python's own, and of what starts programs: the command, both languages, installed packages, machines. By files, so that what a file's tests
+# share is made once; one file more at a time than there are processors.
 test-python: build
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --ignore=$(FRAMEWORKS) $(OF_PYTHON)
-
-# What starts programs: the command, both languages, installed packages, machines, benchmarks.
-test-whole: build
-	$(BIN)/python -m pytest tests --ignore=tests/crash --ignore=tests/test_benchmarks.py
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder --ignore=$(FRAMEWORKS) --ignore=tests/test_benchmarks.py \
+		$(OF_PYTHON)
 
 # In one process, since each that imports all frameworks takes 20 s for it.
 FRAMEWORKS := python/tests/integrations

@@ -17,6 +17,7 @@
 #include <string>
 
 #include "callbacks.h"
+#include "comm/agree.h"
 #include "comm/custom_group.h"
 #include "core.h"
 
@@ -25,6 +26,11 @@ using namespace nb::literals;
 
 namespace shardow::python {
 namespace {
+
+std::string text_of(nb::handle one) {
+  const auto bytes = nb::cast<nb::bytes>(one);
+  return {bytes.c_str(), bytes.size()};
+}
 
 double seconds_left(Deadline deadline) {
   return std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count();
@@ -111,11 +117,6 @@ struct PyGroup final : Group {
  private:
   nb::handle self() const { return nb_trampoline.base(); }
 
-  static std::string text_of(nb::handle one) {
-    const auto bytes = nb::cast<nb::bytes>(one);
-    return {bytes.c_str(), bytes.size()};
-  }
-
   /// Borrowed: valid during the call alone.
   static nb::object view(std::span<std::byte> bytes) {
     return nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(bytes.data()),
@@ -139,15 +140,19 @@ std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double ti
 }
 
 /// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once, and are
-/// told to nobody.
-nb::object agree_python(Group& group, const std::string& call, double timeout, const nb::callable& fn, double behind) {
+/// told to nobody. `words_of`: what is told of the result of fn(). Returns the result, and what the ranks' words come
+/// to.
+std::pair<nb::object, std::string> agree_in_python(Group& group, const std::string& call, double timeout,
+                                                   const nb::callable& fn, double behind,
+                                                   std::string (*words_of)(nb::handle), const comm::SumUp& sum_up) {
   constexpr double kToTell = 1;
   nb::object result;
   std::exception_ptr mine;
-  std::string told;
+  std::string told, words, common;
   double patience = timeout + behind;
   try {
     result = fn();
+    words = words_of(result);
   } catch (const nb::python_error& error) {
     if (!error.matches(PyExc_Exception)) throw;
     mine = std::current_exception();
@@ -157,14 +162,34 @@ nb::object agree_python(Group& group, const std::string& call, double timeout, c
   try {
     const nb::gil_scoped_release release;
     group.begin(call, milliseconds(timeout));
-    agree(group, in_seconds(patience), [&] {
+    const auto step = [&] {
       if (mine) throw std::runtime_error(told);
-    });
+      return words;
+    };
+    common = comm::agree_on(group, in_seconds(patience), step, sum_up);
   } catch (...) {
     if (mine) std::rethrow_exception(mine);
     throw;
   }
-  return result;
+  return {std::move(result), std::move(common)};
+}
+
+nb::object agree(Group& group, const std::string& call, double timeout, const nb::callable& fn, double behind) {
+  const auto nothing = [](nb::handle) { return std::string(); };
+  return agree_in_python(group, call, timeout, fn, behind, nothing, comm::of_first).first;
+}
+
+nb::bytes agree_on(Group& group, const std::string& call, double timeout, const nb::callable& fn,
+                   const nb::callable& weigh) {
+  const auto sum_up = [&](const std::vector<std::string>& everybody) {
+    return in_python([&] {
+      nb::list all;
+      for (const std::string& one : everybody) all.append(nb::bytes(one.data(), one.size()));
+      return text_of(weigh(all));
+    });
+  };
+  const std::string common = agree_in_python(group, call, timeout, fn, 0.0, text_of, sum_up).second;
+  return nb::bytes(common.data(), common.size());
 }
 
 }  // namespace
@@ -179,12 +204,15 @@ void bind_group(nb::module_& m) {
   m.def("solo", &solo, "A group of one rank, which never waits.");
   m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a,
         "Every rank's bytes, indexed by rank. Collective.");
-  m.def("agree", &agree_python, "group"_a, "call"_a, "timeout"_a, "fn"_a, "behind"_a = 0.0,
+  m.def("agree", &agree, "group"_a, "call"_a, "timeout"_a, "fn"_a, "behind"_a = 0.0,
         "Runs fn on every rank and returns what it returned, or raises on all ranks if it raised on any: its own error "
         "where it did, "
         "ConnectionError elsewhere. `timeout`, in seconds, begins when fn is done, and `behind` beyond it for a rank "
         "that does wait; one "
         "whose fn raised TimeoutError waits a second at most. Collective; `call` is its name in messages.");
+  m.def("agree_on", &agree_on, "group"_a, "call"_a, "timeout"_a, "fn"_a, "weigh"_a,
+        "agree(), in the same round with what weigh() makes, on one rank, of the bytes that fn returned on each; empty "
+        "where all are.");
 }
 
 }  // namespace shardow::python

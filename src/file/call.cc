@@ -6,10 +6,13 @@
 #include "base/errors.h"
 #include "base/files.h"
 #include "base/machine.h"
+#include "base/turns.h"
+#include "comm/agree.h"
 #include "comm/wire.h"
 #include "file/index.h"
 #include "file/kinds.h"
 #include "file/names.h"
+#include "file/sharing.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
@@ -117,10 +120,12 @@ Metadata received_metadata(Receiver& in) {
   return all;
 }
 
-/// What one rank makes of what all were asked for: whether they are on several hosts, and what rank 0 alone knows.
-Group::Decision of_all_calls(const std::vector<std::string>& all) {
+/// What one rank makes of what all were asked for: whether they are on several hosts, what rank 0 alone knows, and of
+/// each file who holds what.
+std::string of_all_calls(const std::vector<std::string>& all, size_t files) {
   std::set<std::string> hosts;
-  std::string own;  // rank 0's
+  std::vector<std::vector<std::string>> held(files);  // by rank
+  std::string own;                                    // rank 0's
   for (size_t rank = 0; rank < all.size(); ++rank) {
     Receiver in(all[rank]), first(all[0]);
     for (std::string name = in.text(); !name.empty(); name = in.text()) {
@@ -131,19 +136,30 @@ Group::Decision of_all_calls(const std::vector<std::string>& all) {
              value, rank);
     }
     hosts.insert(in.text());
+    for (auto& words : held) words.push_back(in.text());
     if (rank == 0) own = in.text();
   }
   Sender out;
   out.number(hosts.size() > 1 ? 1 : 0);
-  return {out.bytes() + own};
+  for (const auto& words : held) out.text(sum_up(words));
+  return out.bytes() + own;
+}
+
+/// Local.
+void check_call(std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options,
+                const Producer* producer) {
+  if (producer != nullptr && producer->threads < 1) fail(Code::kInvalidArgument, "{} threads", producer->threads);
+  check_options(files, options);
+  check_views(files, options, producer != nullptr);
+  if (!makes_directory(files, path) && !options.texts.empty())
+    fail(Code::kInvalidArgument, "{}: {} goes with a directory, and this is the name of one file", path.string(),
+         options.texts.begin()->first);
 }
 
 }  // namespace
 
-void check_call(std::span<const SaveFile> files, const SaveOptions& options, const Producer* producer) {
-  if (producer != nullptr && producer->threads < 1) fail(Code::kInvalidArgument, "{} threads", producer->threads);
-  check_options(files, options);
-  check_views(files, options, producer != nullptr);
+bool makes_directory(std::span<const SaveFile> files, const base::Path& path) {
+  return files.size() != 1 || !files[0].name.empty() || path.extension() != ".safetensors";
 }
 
 void check_memory(std::span<const TensorView> views) {
@@ -154,28 +170,41 @@ void check_memory(std::span<const TensorView> views) {
 }
 
 Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options,
-               Deadline deadline) {
-  Sender mine;
-  for (const auto& [name, value] : facts_of(files, path, options)) {
-    mine.text(name);
-    mine.text(value);
-  }
-  mine.text("");
-  mine.text(digest(base::host_name() + base::view_of_files()));  // machines may share a name
-  if (group.rank() == 0) {
-    Sender own;
-    own.text(base::make_nonce());
-    own.text(base::host_name());
-    send_metadata(own, files, options);
-    mine.text(own.bytes());
-  }
-  const std::string said = group.decide(mine.bytes(), of_all_calls, deadline).common;
+               const Producer* producer) {
+  std::vector<Holding> held;
+  const auto words = [&] {
+    check_call(files, path, options, producer);
+    Sender mine;
+    for (const auto& [name, value] : facts_of(files, path, options)) {
+      mine.text(name);
+      mine.text(value);
+    }
+    mine.text("");
+    mine.text(digest(base::host_name() + base::view_of_files()));  // machines may share a name
+    for (const SaveFile& file : files) mine.text(held.emplace_back(file.tensors).words());
+    if (group.rank() == 0) {
+      Sender own;
+      own.text(base::make_nonce());
+      own.text(base::host_name());
+      send_metadata(own, files, options);
+      mine.text(own.bytes());
+    }
+    return mine.bytes();
+  };
+  const auto sum_up = [&](const std::vector<std::string>& all) { return of_all_calls(all, files.size()); };
+  const std::string said = comm::agree_on(group, base::after(options.timeout), words, sum_up);
   Receiver in(said);
   Call call;
   call.several_hosts = in.number() != 0;
+  std::vector<std::string> shared;
+  for (size_t file = 0; file < files.size(); ++file) shared.push_back(in.text());
   call.nonce = in.text();
   call.host = in.text();
-  for (size_t file = 0; file < files.size(); ++file) call.metadata.push_back(received_metadata(in));
+  for (size_t file = 0; file < files.size(); ++file) {
+    call.metadata.push_back(received_metadata(in));
+    call.tensors.push_back(
+        std::make_shared<const std::vector<Shared>>(shared_from(group, held[file], shared[file], options.timeout)));
+  }
   return call;
 }
 

@@ -10,6 +10,7 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
+#include "comm/agree.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
 #include "file/call.h"
@@ -163,8 +164,17 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
   Reader reader(catalog, jobs);
   comm::Parts parts(group, options.timeout, bytes_in_all(*wanted), options.progress);
   parts.run([&] { return reader.part(); });
-  if (asked.told) agree(group, base::after(options.timeout), [&] { parts.tell(); });
-  if (sums) sums->check(group, jobs, reader.sums(), base::after(options.timeout));
+  if (asked.told || sums) {
+    const auto tell = [&] {
+      parts.tell();
+      return sums ? sums->words(group.rank(), jobs, reader.sums()) : std::string();
+    };
+    const auto check = [&](const std::vector<std::string>& everybody) {
+      if (sums) sums->compare(everybody);
+      return std::string();
+    };
+    comm::agree_on(group, base::after(options.timeout), tell, check);
+  }
   report.bytes_read = reader.bytes();
   report.seconds = base::seconds_since(begin);
   return report;

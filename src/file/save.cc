@@ -1,6 +1,7 @@
 // A save: what it works with, its steps, numbered as in docs/durability.md, and the protocol of its ranks.
 #include <algorithm>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -19,7 +20,6 @@
 #include "file/index.h"
 #include "file/names.h"
 #include "file/producer.h"
-#include "file/sharing.h"
 #include "file/staging.h"
 #include "file/stripes.h"
 #include "shardow/checkpoint.h"
@@ -100,6 +100,12 @@ std::string list_text(const Target& target, const Layout& layout, const std::str
   return with_listing(given.empty() ? "{}" : given, listing);
 }
 
+/// Returns `part`. A rank finishes what it has written before it tells that this was its last part.
+comm::Part ended(comm::Part part, const std::function<void()>& finish) {
+  if (part.last && finish) finish();
+  return part;
+}
+
 }  // namespace
 }  // namespace file
 
@@ -130,7 +136,7 @@ struct StagedSave::Plan {
   std::deque<file::Output> outputs() const;
   void write_anywhere();
   void write_in_sequence();
-  void commit();
+  void commit(const std::function<void()>& before);
   void give_up() noexcept;
   SaveReport report() const;
 };
@@ -168,29 +174,33 @@ void StagedSave::Plan::write_anywhere() {
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
   comm::Parts parts(group, options.timeout, layout->total(), options.progress);
-  const std::vector<bool> shared =
-      group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
-  std::vector<Mine> alone;
-  std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone),
-               [&](const Mine& one) { return !shared[one.tensor]; });
-  Direct direct(alone, *layout, outputs, false);
-  parts.run([&] { return direct.part(); });
-  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false),
-                       false);
-  parts.run([&] { return stripes.round(); });
-  agree(group, deadline(), [&] {
-    parts.tell();
+  const std::function<void()> finish = [&] {
     for (Output& one : outputs) one.finish();
     for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
-  });
+  };
+  const std::vector<bool> shared =
+      group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
+  const auto divided = std::count(shared.begin(), shared.end(), true);
+  if (divided == 0 || divided < std::ssize(shared)) {
+    std::vector<Mine> alone;
+    std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone),
+                 [&](const Mine& one) { return !shared[one.tensor]; });
+    Direct direct(alone, *layout, outputs, false);
+    parts.run([&] { return ended(direct.part(), divided > 0 ? nullptr : finish); });
+  }
+  if (divided > 0) {
+    StripeWriter stripes(group, options.timeout, mine, *layout, output,
+                         plan_rounds(*layout, shared, group.size(), false), false);
+    parts.run([&] { return ended(stripes.round(), finish); });
+  }
   if (producer != nullptr && producer->check) producer->check();
   if (options.checksums) group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
-  agree(group, deadline(), [&] {
-    if (group.rank() != 0) return;
+  written = output.written();
+  commit([&] {
+    parts.tell();
     if (options.checksums) layout->set_checksums(output.crcs());
     for (const FilePlan& file : layout->files()) write_header(target->file(file.name), file);
   });
-  written = output.written();
 }
 
 /// Headers come first here, so that checksums are counted before anything is written.
@@ -216,21 +226,19 @@ void StagedSave::Plan::write_in_sequence() {
   StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true),
                        true);
   comm::Parts parts(group, options.timeout, layout->total(), options.progress);
-  parts.run([&] { return stripes.round(); });
-  agree(group, deadline(), [&] {
-    parts.tell();
-    output.finish();
-  });
+  parts.run([&] { return ended(stripes.round(), [&] { output.finish(); }); });
   if (producer != nullptr && producer->check) producer->check();
   written = output.written();
+  commit([&] { parts.tell(); });
 }
 
-/// (6)
-void StagedSave::Plan::commit() {
+/// (6). `before`: what rank 0 does before it publishes.
+void StagedSave::Plan::commit(const std::function<void()>& before) {
   const std::string names = comm::agree_on(
       group, deadline(),
       [&] {
         if (group.rank() != 0) return std::string();
+        before();
         Staging::Texts texts{options.texts, {}};
         const auto given = texts.beside.extract(options.commit);
         texts.list = [&](const std::vector<std::string>& names, const std::set<std::string>& replaced) {
@@ -280,20 +288,13 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
                      base::now()}) {
   Plan& plan = *plan_;
   const InEnvironment here(plan.environment());
-  const bool directory = !plan.hugging_face || path.extension() != ".safetensors";
-  agree(group, base::after(options.timeout), [&] {
-    check_call(files, options, producer);
-    if (directory || options.texts.empty()) return;
-    base::fail(Code::kInvalidArgument, "{}: {} goes with a directory, and this is the name of one file", path.string(),
-               options.texts.begin()->first);
-  });
-  plan.call = same_call(group, files, path, options, plan.deadline());
-  std::vector<Tensors> tensors;  // (1)
+  const bool directory = makes_directory(files, path);
+  plan.call = same_call(group, files, path, options, producer);  // (1)
+  const std::vector<Tensors>& tensors = plan.call.tensors;
   std::vector<Volume> volumes;
-  for (const SaveFile& file : files) {
-    tensors.push_back(share(group, file.tensors, options.timeout));
-    check_whole(*tensors.back());
-    volumes.push_back({file.name, tensors.back()});
+  for (size_t f = 0; f < files.size(); ++f) {
+    check_whole(*tensors[f]);
+    volumes.push_back({files[f].name, tensors[f]});
   }
   const auto arrangement = std::make_shared<const Arrangement>(volumes, options);
   plan.layout.emplace(arrangement, plan.call.metadata);
@@ -359,7 +360,6 @@ SaveReport StagedSave::write() {
     } else {
       plan.write_in_sequence();
     }
-    plan.commit();
   } catch (const Error& error) {
     plan.give_up();
     say_where(error, plan.target->path);

@@ -11,7 +11,6 @@
 #include "tensor/coverage.h"
 
 namespace shardow::file {
-namespace {}  // namespace
 
 std::string listed(const std::vector<std::string>& names) {
   constexpr size_t kMost = 20;
@@ -54,15 +53,6 @@ std::string Sums::words(int rank, std::span<const Reader::Job> jobs, const std::
   comm::Sender out;
   for_each_of(rank, [&](size_t t, size_t p) { out.number(static_cast<int64_t>(mine[place(t, p)])); });
   return out.bytes();
-}
-
-void Sums::check(Group& group, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums,
-                 Deadline deadline) const {
-  const auto compared = [&](const std::vector<std::string>& everybody) {
-    compare(everybody);
-    return Group::Decision{};
-  };
-  group.decide(words(group.rank(), jobs, sums), compared, deadline);
 }
 
 void Sums::compare(std::span<const std::string> words) const {

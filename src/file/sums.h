@@ -27,16 +27,15 @@ class Sums {
   /// counted once.
   bool of(size_t tensor) const { return verified_[tensor]; }
 
-  /// Throws kCorrupt on every rank where bytes are not what was saved. `sums`: of this rank's jobs, whose numbers are
-  /// those of the wanted. Collective: one rank sees what all tell.
-  void check(Group& group, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums,
-             Deadline deadline) const;
+  /// Of `rank`, for compare(). `sums`: of its jobs, whose numbers are those of the wanted.
+  std::string words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const;
+
+  /// Throws kCorrupt where bytes are not what was saved, by every rank's words.
+  void compare(std::span<const std::string> words) const;
 
  private:
   template <class Fn>
   void for_each_of(int rank, Fn fn) const;
-  std::string words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const;
-  void compare(std::span<const std::string> words) const;
   size_t place(size_t tensor, size_t piece) const { return firsts_[tensor] + piece; }
   [[noreturn]] void fail_changed(const std::set<size_t>& tensors) const;
 

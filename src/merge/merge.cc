@@ -8,6 +8,7 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
+#include "comm/agree.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
 #include "file/call.h"
@@ -49,17 +50,19 @@ Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DTy
                  const std::vector<std::string>& others, Deadline deadline,
                  const std::function<void(const Plan&)>& check) {
   std::optional<Plan> plan;
-  agree(group, deadline, [&] {
+  const auto make = [&] {
     plan.emplace(std::move(inputs), dtype);
     check(*plan);
-  });
-  if (group.size() == 1) return *std::move(plan);
-  const std::string mine = std::to_string(std::hash<std::string>()(facts(*plan, others)));
-  const std::vector<std::string> all = group.all_gather(mine, deadline);
-  const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& one) { return one != all[0]; });
-  if (other != all.end())
-    base::fail(Code::kInvalidArgument, "rank {} was called with other inputs, coefficients or options than rank 0",
-               other - all.begin());
+    return group.size() == 1 ? std::string() : std::to_string(comm::digest(facts(*plan, others)));
+  };
+  const auto compare = [](const std::vector<std::string>& all) {
+    const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& one) { return one != all[0]; });
+    if (other != all.end())
+      base::fail(Code::kInvalidArgument, "rank {} was called with other inputs, coefficients or options than rank 0",
+                 other - all.begin());
+    return std::string();
+  };
+  comm::agree_on(group, deadline, make, compare);
   return *std::move(plan);
 }
 

@@ -54,17 +54,13 @@ class Averages:
         self.arguments = {**asked, "source": source, "timeout": timeout}
         self.view = find(model, group=group, odd=True)
         self.team = Team(self.view.process_group, seconds(timeout))
-        built = self.team.agree("EMA(...)", lambda: self._build(make_options(decay=decay, **asked), source))
-        self.options, self.keys, self.tracked, self._engine = built
+        self.team.same("EMA(...)", lambda: self._build(make_options(decay=decay, **asked), source), "EMA")
         self.offloaded = any(one.is_offloaded for one in self.tracked)
         arenas = {one.arena for one in self.tracked}
         self.streams = Streams(
             (one.source for one in self.tracked), (arena.on_device for arena in arenas if arena is not None)
         )
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
-        if self.team.size > 1:
-            own = {"options": self.engine.state(), "replicas": self.options.replicas}
-            self.team.same("EMA(...)", {**facts_of(self.tracked), **own}, "EMA")
         if any(one.stretched for one in self.tracked):
             share_out("EMA(...)", self.tracked, self.team)
         if self.team.size > 1:
@@ -76,20 +72,20 @@ class Averages:
         self._warned = False
 
     @torch.inference_mode(False)  # where averages would become tensors that nobody may write
-    def _build(
-        self, options: Options, source: Mapping[str, Source] | None
-    ) -> tuple[Options, list[str], list[Tracked], _core.Average]:
-        keys = _core.decay_keys(options.schedules)
+    def _build(self, options: Options, source: Mapping[str, Source] | None) -> Facts:
+        """Returns what must be equal on all ranks."""
+        self.options, self.keys = options, _core.decay_keys(options.schedules)
         self.view.reshard()
-        tracked = track(options.chosen(self.view), options, source)
+        self.tracked = tracked = track(options.chosen(self.view), options, source)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
         chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
 
         def make() -> _core.Average:  # the views are its own
-            averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(keys))]
+            averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(self.keys))]
             return _core.Average([one.view(one.memory()) for one in tracked], averages, chosen)
 
-        return options, keys, tracked, with_memory(make)
+        self._engine = with_memory(make)
+        return {**facts_of(tracked), "options": self._engine.state(), "replicas": options.replicas}
 
     @property
     def engine(self) -> _core.Average:

@@ -41,16 +41,17 @@ def files_to_save(
 ) -> tuple[list[engine.FileParts], dict[str, Any]]:  # fmt: skip
     """Returns the files and the engine's options, after all ranks have agreed. Collective."""
 
+    options: dict[str, Any] = {}
+
     def check() -> dict[str, Any]:
-        averages.swap.refuse(what)
         if max_shard_size is not None and len(averages.keys) > 1:
             raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
         for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(engine.texts(metadata)):
             raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
-        return engine.dtype_and_limit(dtype, max_shard_size)
+        options.update(engine.dtype_and_limit(dtype, max_shard_size))
+        return {}
 
-    options = averages.team.agree(what, check)
-    return _files(averages, averages.ready_to_hand_out(what), engine.texts(metadata), named), options
+    return _files(averages, averages.ready_to_hand_out(what, asked=check), engine.texts(metadata), named), options
 
 
 def snapshot(

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from shardow import _core
 from shardow.averages.shares import rounds
 from shardow.averages.tracked import Tracked, places
 from shardow.base.signals import Held, impatient
 from shardow.model.local import LocalTensor
-from shardow.ranks.transfers import begun, finish
+from shardow.ranks.transfers import begun, finish, until
 
 
 @dataclass
@@ -74,10 +75,8 @@ class Exchange:
         for piece in step.pieces[step.index]:
             sent[at : at + piece.numel()].copy_(piece)
             at += piece.numel()
-        work = begun(
-            lambda: dist.all_gather([_bytes(one) for one in received], _bytes(sent), group=step.group, async_op=True),
-            otherwise,
-        )
+        options = until(AllgatherOptions(), sent, deadline - time.monotonic())
+        work = begun(lambda: step.group.allgather([[*map(_bytes, received)]], [_bytes(sent)], options), otherwise)
         pause = 2e-5
         while work is not None and not work.is_completed() and time.monotonic() < deadline and not impatient():
             time.sleep(pause)

@@ -47,7 +47,7 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         return checked
 
     with averages.or_as_before():
-        averages.team.same("load_state_dict()", {"strict": bool(strict), "options": str(options)})
+        averages.team.same("load_state_dict()", lambda: {"strict": bool(strict), "options": str(options)})
         copies, report = averages.team.agree("load_state_dict()", check)
     for target, value, region in copies:
         _state.copy(target, value, region)

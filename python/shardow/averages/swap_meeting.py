@@ -38,7 +38,7 @@ class Meeting:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._key = team.first("swapped()", secrets.token_hex(8).encode()).decode() if team.size > 1 else ""
+        self._key = team.on_first("swapped()", lambda: secrets.token_hex(8).encode()).decode() if team.size > 1 else ""
 
     def note(self, failure: str) -> None:
         """For ranks that come later; waits for nobody."""

@@ -61,17 +61,11 @@ class Checkpoints:
         return Team(world if self._group is None else self._group, self._timeout)
 
     def save(
-        self,
-        step: int,
-        model: nn.Module | None = None,
-        averages: EMA | None = None,
+        self, step: int, model: nn.Module | None = None, averages: EMA | None = None,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
-        scheduler: Stateful | Mapping[str, Stateful] | None = None,
-        state: Mapping[str, Any] | None = None,
-        asynchronous: bool = False,
-        *,
-        progress: Progress | None = None,
-    ) -> dict[str, Any] | SaveHandle:
+        scheduler: Stateful | Mapping[str, Stateful] | None = None, state: Mapping[str, Any] | None = None,
+        asynchronous: bool = False, *, progress: Progress | None = None,
+    ) -> dict[str, Any] | SaveHandle:  # fmt: skip
         """All that is given as ``step``, in place of a step of that number. Collective.
 
         Args:
@@ -137,17 +131,12 @@ class Checkpoints:
         return int(step) if step else None
 
     def restore(
-        self,
-        model: nn.Module | Literal["skip"] | None = None,
+        self, model: nn.Module | Literal["skip"] | None = None,
         averages: EMA | Literal["from_model", "skip"] | None = None,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Literal["skip"] | None = None,
-        scheduler: Stateful | Mapping[str, Stateful] | Literal["skip"] | None = None,
-        step: int | None = None,
-        *,
-        absent: Mapping[str, str] | None = None,
-        random: bool = True,
-        options: OptionsFrom = "file",
-    ) -> dict[str, Any]:
+        scheduler: Stateful | Mapping[str, Stateful] | Literal["skip"] | None = None, step: int | None = None, *,
+        absent: Mapping[str, str] | None = None, random: bool = True, options: OptionsFrom = "file",
+    ) -> dict[str, Any]:  # fmt: skip
         """Fills what is given from ``step``, by default the newest whole one, and returns ``state`` as it was saved.
         Collective.
 
@@ -175,7 +164,7 @@ class Checkpoints:
         asked = {"model": model, "averages": averages, "optimizer": optimizer, "scheduler": scheduler}
         skipped = {name for name, one in asked.items() if isinstance(one, str)}
 
-        def check() -> Given:
+        def check() -> dict[str, Any]:
             for name in skipped:
                 one_of(name, asked[name], ("skip", "from_model") if name == "averages" else ("skip",))
             for name, how in ({} if absent is None else instance("absent", absent, Mapping)).items():
@@ -185,17 +174,20 @@ class Checkpoints:
                         f"{', '.join(f'{k!r}: {v!r}' for k, v in restoring.ABSENT.items())}"
                     )
             named = {name: None if name in skipped else one for name, one in asked.items()}
-            return Given.of(restoring.WHAT, **named)
+            given.append(Given.of(restoring.WHAT, **named))
+            facts = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {})}
+            return {**facts, "random": random, "options": options}
 
-        given = team.agree(restoring.WHAT, check)
+        given: list[Given] = []
+        team.same(restoring.WHAT, check)
         settle(team.process_group)
-        facts: dict[str, Any] = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {})}
-        facts |= {"random": random, "options": options}
-        team.same(restoring.WHAT, facts)
         one, files = restoring.opened(self.directory, step, team)
         where = str(self.directory / manifest.directory_of(one.step))
-        parts = team.agree(restoring.WHAT, lambda: restoring.check_parts(one, given, skipped, absent or {}, where))
-        state: dict[str, Any] = restoring.Restoring(one, files, parts, given, options, team, where).take(random)
+        found = restoring.Restoring(
+            one, files, given[0], lambda: restoring.check_parts(one, given[0], skipped, absent or {}, where), options,
+            team, where,
+        )  # fmt: skip
+        state: dict[str, Any] = found.take(random)
         return state
 
     def __repr__(self) -> str:

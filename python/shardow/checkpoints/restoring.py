@@ -5,7 +5,7 @@ optimizers are filled.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +94,26 @@ class Restoring:
     """A step that fits what was given: made by all ranks before anything changes. Collective, and so is take()."""
 
     def __init__(
-        self, one: Manifest, files: Files, parts: set[str], given: Given, options: OptionsFrom, team: Team, where: str
-    ) -> None:
-        self._one, self._given, self._team = one, given, team
-        self._parts, self._files = parts, files
+        self, one: Manifest, files: Files, given: Given, choose: Callable[[], set[str]], options: OptionsFrom,
+        team: Team, where: str,
+    ) -> None:  # fmt: skip
+        """``choose()``: the parts that are restored; may raise."""
+        self._one, self._given, self._team, self._files = one, given, team, files
         self._averages: Loading | None = None
         self._held: Held | None = None
         self._extra: FromFile | None = None
         self._optimizers: list[Resumed] = []
         self._reads: list[tuple[list[Part], _core.Checkpoint, bool]] = []
-        team.agree(WHAT, lambda: self._look(where))
-        if "averages" in parts:
+        self._parts = team.agree(WHAT, lambda: self._look(choose(), where))
+        if "averages" in self._parts:
             assert given.averages is not None
             self._averages = loading_beside(
                 given.averages._averages, {key: files[name] for key, name in one.averages.items()}, where, options
             )
         self._read(check_only=True)
 
-    def _look(self, where: str) -> None:
+    def _look(self, parts: set[str], where: str) -> set[str]:
+        self._parts = parts
         self._say_other_kinds(where)
         small = self._small = Wanted(self._files[manifest.STATE], "the state")
         self.state = plain.decode(self._one.state, small.whole, f"{where}: state")
@@ -133,6 +135,7 @@ class Restoring:
         self._scheduler = {name: plain.decode(trees[name], small.whole, f"{where}: a scheduler") for name in trees}
         self._random = self._row()
         self._reads.append((small.parts, self._files[manifest.STATE], False))
+        return parts
 
     def _say_other_kinds(self, where: str) -> None:
         here = self._given.kinds()

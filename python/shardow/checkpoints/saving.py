@@ -183,7 +183,7 @@ def _joined(step: int, mine: _Mine, averages: list[str], team: Team) -> tuple[Pa
     digests = _digest(facts) + _digest(mine.trees)
     everybody = team.gather(WHAT, digests + struct.pack("<q", len(mine.random)))
     if len({one[:32] for one in everybody}) > 1:
-        team.same(WHAT, facts)
+        team.same(WHAT, lambda: facts)
     length = max(struct.unpack("<q", one[64:])[0] for one in everybody)
     trees = mine.trees
     if len({one[32:64] for one in everybody}) > 1:

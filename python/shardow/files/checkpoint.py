@@ -4,7 +4,7 @@ moves its own bytes alone."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardow.files import engine
 from shardow.files.background import SaveHandle
 from shardow.files.engine import FileParts
 from shardow.files.paths import StrPath
-from shardow.model.equal import DIFFERENT_WEIGHTS, check_equal, common_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
 from shardow.model.parts import Held, Saveable, group_of, held_by, values_for_file
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer
@@ -59,8 +59,8 @@ def save(
         ValueError: ranks that disagree, regions that overlap or leave a hole, weights that are an EMA's averages now,
             inside of its swapped(); OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
     """
-    held, team = prepared("save()", state, group, timeout, saving=True)
-    options = team.agree("save()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
+    options: dict[str, Any] = {}
+    held, team = prepared("save()", state, group, timeout, lambda: _choose(options, dtype, max_shard_size))
     return engine.write([_file(held, team, metadata)], path, team, progress=progress, **options)
 
 
@@ -86,8 +86,8 @@ def async_save(
     Raises:
         what save() finds out before it writes; everything else comes from ``wait()``.
     """
-    held, team = prepared("async_save()", state, group, timeout, saving=True)
-    options = team.agree("async_save()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
+    options: dict[str, Any] = {}
+    held, team = prepared("async_save()", state, group, timeout, lambda: _choose(options, dtype, max_shard_size))
     return engine.write_in_background([_file(held, team, metadata)], path, team, progress=progress, **options)
 
 
@@ -111,9 +111,7 @@ def full_state_dict(
         ValueError: ranks that disagree, weights that are an EMA's averages now, inside of its swapped();
             NotImplementedError: a tensor without elements in memory (sparse, quantised); TimeoutError.
     """
-    held, team = prepared("full_state_dict()", model, group, timeout, saving=False)
-    weights = held.view.parameters if held.view is not None else []
-    check_equal("full_state_dict()", lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
+    held, team = prepared("full_state_dict()", model, group, timeout)
     found = Gatherer("full_state_dict()", held.parts, team).whole(held.names)
     return {**found, **copy.deepcopy(held.extra)} if team.rank == 0 else found
 
@@ -123,20 +121,27 @@ def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FilePar
     return engine.with_extra("", held.parts, held.extra if team.rank == 0 else {}, texts)
 
 
+def _choose(options: dict[str, Any], dtype: torch.dtype | str | None, max_shard_size: int | str | None) -> None:
+    options.update(engine.dtype_and_limit(dtype, max_shard_size))
+
+
 def prepared(
-    what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None, saving: bool
-) -> tuple[Held, Team]:
-    """What this rank holds of ``state``, and who shares it, when all ranks have looked at theirs. Collective."""
+    what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Held, Team]:  # fmt: skip
+    """What this rank holds of ``state``, and who shares it, when all ranks have looked at theirs: what they share is
+    equal, but for a load(), which fills it. ``check()``: of what else the call was given; may raise. Collective, one
+    round."""
     team = Team(group_of(state, group), seconds(timeout))
+    found: list[Held] = []
+    writes = what == "load()"
 
-    def hold() -> Held:
-        held = held_by(state, group if isinstance(state, nn.Module) else team.process_group, saving)
-        writes = what == "load()"
+    def look() -> Iterable[Common | None]:
+        whose = group if isinstance(state, nn.Module) else team.process_group
+        found.append(held := held_by(state, whose, saving=what.endswith("save()")))
         refuse_foreign(what, held.memory, instead="" if writes else _INSTEAD, writes=writes)
-        return held
+        check()
+        return map(common_of, held.view.parameters) if held.view is not None and not writes else ()
 
-    held = team.agree(what, hold)
-    if saving and held.view is not None:
-        weights = held.view.parameters
-        check_equal(what, lambda: map(common_of, weights), team, DIFFERENT_WEIGHTS)
-    return held, team
+    check_equal(what, look, team, DIFFERENT_WEIGHTS)
+    return found[0], team

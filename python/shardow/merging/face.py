@@ -112,8 +112,10 @@ def merge(
     team = Team(everybody if group is None else group, seconds(timeout))
     if kept := {_core.MERGE_KEY} & set(engine.texts(metadata)):
         raise invalid(f"metadata: {kept.pop()} is where a merge says what it was made of")
-    opened, coefficients = what.open("merge()", team)
-    options = team.agree("merge()", lambda: engine.dtype_and_limit(dtype, max_shard_size))
+    options: dict[str, Any] = {}
+    opened, coefficients = what.open(
+        "merge()", team, lambda: options.update(engine.dtype_and_limit(dtype, max_shard_size))
+    )
     report = engine.write_merged(
         opened.inputs, out, team, formula=coefficients.formula, metadata=metadata or {}, verify=bool(verify),
         progress=progress, **options,

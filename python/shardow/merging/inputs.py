@@ -42,10 +42,20 @@ class Merged:
     def __repr__(self) -> str:
         return f"Merged({self.inputs})"
 
-    def open(self, what: str, team: Team) -> tuple[Newest, _core.Coefficients]:
-        """Collective."""
-        team.same(what, {"inputs": self.inputs, "rule": repr([self._rule, self._steps, self._key])})
-        found = [self._open(what, path, team) for path in self.inputs]
+    def open(
+        self, what: str, team: Team, check: Callable[[], object] = lambda: None
+    ) -> tuple[Newest, _core.Coefficients]:
+        """``check()``: of what else a call was given; may raise. Collective."""
+        ways = [False] * len(self.inputs)
+
+        def asked() -> dict[str, Any]:
+            check()
+            ways[:] = map(foreign.is_foreign, map(Path, self.inputs))
+            facts = {"inputs": self.inputs, "rule": repr([self._rule, self._steps, self._key])}
+            return {**facts, "which of them torch wrote": ways}
+
+        team.same(what, asked)
+        found = [self._open(what, path, team, is_foreign) for path, is_foreign in zip(self.inputs, ways, strict=True)]
         steps: Sequence[int | None] = self._steps or [
             _core.step_of(path, one.metadata) for path, (_, one) in zip(self.inputs, found, strict=True)
         ]
@@ -56,8 +66,8 @@ class Merged:
         ordered, coefficients, newest = team.agree(what, lambda: _core.weigh(inputs, **self._rule))
         return replace(found[self.inputs.index(newest)][1], inputs=ordered), coefficients
 
-    def _open(self, what: str, path: str, team: Team) -> tuple[Any, Newest]:
-        if team.agree(what, lambda: foreign.is_foreign(Path(path))):
+    def _open(self, what: str, path: str, team: Team, is_foreign: bool) -> tuple[Any, Newest]:
+        if is_foreign:
             source = team.agree(what, lambda: foreign.parts_of(Path(path), self._key))
             return source, Newest(source.tensors, {})
         opened = engine.opened(path, team)

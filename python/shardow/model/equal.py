@@ -53,13 +53,19 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
 
 def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str) -> None:
     """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises.
-    Collective; reads what it finds once, sends a number for each set of ranks."""
-    common, sums = team.agree(what, lambda: _summed(find(), team.size))
-    if team.size == 1:
-        return
-    texts = team.gather(what, json.dumps(_joined(common, sums)).encode())
-    wrong = _differing([json.loads(text) for text in texts])
-    if not wrong:
+    Collective, one round; reads what it finds once, sends a number for each set of ranks."""
+    common, sums = list[Common](), list[int]()
+
+    def joined() -> bytes:
+        found = find()
+        common[:] = [one for one in found if one is not None] if team.size > 1 else []
+        sums[:] = checksums([one.tensor for one in common])
+        return json.dumps(_joined(common, sums)).encode() if common else b""
+
+    def differ(everybody: list[bytes]) -> bytes:
+        return b"!" if _differing([json.loads(text or b"{}") for text in everybody]) else b""
+
+    if not team.agree_on(what, joined, differ):
         return
     mine = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in zip(common, sums, strict=True)}
     everybody = [json.loads(text) for text in team.gather(what, json.dumps(mine).encode())]
@@ -69,11 +75,6 @@ def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Te
     raise invalid(
         f"{what}: '{first.partition(chr(0))[0]}'{more} has other values on rank {one} than on rank {other}; {way_out}"
     )
-
-
-def _summed(found: Iterable[Common | None], ranks: int) -> tuple[list[Common], list[int]]:
-    common = [one for one in found if one is not None] if ranks > 1 else []
-    return common, checksums([one.tensor for one in common])
 
 
 def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:

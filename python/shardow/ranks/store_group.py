@@ -37,7 +37,7 @@ from shardow.base.checks import invalid
 from shardow.base.signals import put_off
 from shardow.ranks.rounds import Rounds, Turn, Words, as_given, failure, is_good, raise_for
 from shardow.ranks.store_values import Connection, clone
-from shardow.ranks.transfers import begun, carrier, finish
+from shardow.ranks.transfers import begun, broadcast, carrier, finish
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
 
 T = TypeVar("T")
@@ -304,9 +304,9 @@ class StoreGroup(_core.Group):
             # Finds a rank that is late where it does no harm to the process group.
             self.all_gather(b"", seconds)
             left = max(until - time.monotonic(), _LAST_WORDS)
-            self._move(
-                lambda: dist.broadcast(_tensor(data), group_src=root, group=self._process_group(), async_op=True), left
-            )
+            group = self._process_group()
+            assert group is not None
+            self._move(lambda: broadcast(_tensor(data), root, group, left), left)
         else:
             data[:] = self.decide(
                 bytes(data) if self.rank == root else b"", lambda everybody: (everybody[root], ()), seconds

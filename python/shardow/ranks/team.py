@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from shardow.base.checks import instance, invalid
 from shardow.ranks.memory import empty
 from shardow.ranks.rounds import MISSING
 from shardow.ranks.store_group import ANSWER, StoreGroup, store_group
-from shardow.ranks.transfers import begun, carrier, default_timeout, finish
+from shardow.ranks.transfers import begun, broadcast, carrier, default_timeout, finish
 
 T = TypeVar("T")
 
@@ -42,28 +42,49 @@ class Team:
         seconds beyond the timeout for a rank that does wait.
         """
         done: list[T] = []
-        try:
+        with self._missing_told(what, done, begun):
             _core.agree(self.group, what + self._whose, self.timeout, lambda: done.append(fn()), behind)
+        return done[0]
+
+    def agree_on(self, what: str, fn: Callable[[], bytes], weigh: Callable[[list[bytes]], bytes]) -> bytes:
+        """agree(), and in the same round what ``weigh()`` makes, on one rank, of the bytes that fn() returned on each;
+        empty where all are. What weigh() raises is raised on all."""
+        done: list[bytes] = []
+
+        def step() -> bytes:
+            done.append(fn())
+            return done[0]
+
+        with self._missing_told(what, done, False):
+            return _core.agree_on(self.group, what + self._whose, self.timeout, step, weigh)
+
+    @contextlib.contextmanager
+    def _missing_told(self, what: str, done: Sequence[object], begun: bool) -> Iterator[None]:
+        """``done``: by this rank; empty where it waited for others in vain itself."""
+        try:
+            yield
         except TimeoutError as error:
             if done and self.size > 1:
                 raise _told(what, error, begun) from None
             raise
-        return done[0]
 
-    def same(self, what: str, facts: dict[str, Any], joins: str = "") -> None:
-        """Raises on every rank where ranks differ in ``facts`` (JSON values), naming the first fact that differs and
-        what each has. ``joins``: from now on calls are those of one such thing ("EMA"), with a number that no other of
-        these ranks has; calls of different ones don't meet."""
-        if self.size == 1:
-            return
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+    def same(self, what: str, look: Callable[[], Mapping[str, Any]], joins: str = "") -> None:
+        """Raises on every rank where ranks differ in the facts (JSON values) that ``look()`` returns, naming the first
+        fact that differs and what each has, or whatever look() raises. ``joins``: from now on calls are those of one
+        such thing ("EMA"), with a number that no other of these ranks has; calls of different ones don't meet."""
+        facts: dict[str, Any] = {}
         next_one = self.group.joined + 1 if isinstance(self.group, StoreGroup) else 0
+
+        def digest() -> bytes:
+            facts.update(look())
+            text = json.dumps(facts, sort_keys=True) if self.size > 1 else ""
+            return hashlib.sha256(text.encode()).digest() + next_one.to_bytes(8, "big")
 
         def highest(everybody: list[bytes]) -> bytes:
             alike = len({one[:32] for one in everybody}) == 1
             return max(one[32:] for one in everybody) if alike else b""
 
-        agreed = self.decide(what, digest + next_one.to_bytes(8, "big"), highest)
+        agreed = self.agree_on(what, digest, highest)
         if not agreed:
             texts = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
             raise invalid(f"{what}: ranks disagree. {_difference(texts)}")
@@ -87,15 +108,9 @@ class Team:
         seconds = self.timeout if patience is None else min(patience, self.timeout)
         return self.step(what, lambda: _core.group_all_gather(self.group, mine, seconds))
 
-    def first(self, what: str, mine: bytes) -> bytes:
-        """Rank 0's bytes, on every rank."""
-        if self.size == 1:
-            return mine
-        return self.decide(what, mine if self.rank == 0 else b"", lambda everybody: everybody[0])
-
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
-        return self.first(what, self.agree(what, step if self.rank == 0 else bytes))
+        return self.agree_on(what, step if self.rank == 0 else bytes, lambda everybody: everybody[0])
 
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it
@@ -121,7 +136,8 @@ class Team:
             return moved
         if moved.numel():
             otherwise = f"a tensor from rank 0 did not reach rank {self.rank}"
-            work = begun(lambda: dist.broadcast(moved, group_src=0, group=self.process_group, async_op=True), otherwise)
+            group = self.process_group
+            work = begun(lambda: broadcast(moved, 0, group, self.timeout), otherwise)
             finish(work, self.timeout, otherwise)
         return moved.to(device)
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import errors
@@ -23,6 +25,22 @@ def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | 
         return begin()
     except RuntimeError as error:
         raise _lost(error, otherwise) from None
+
+
+def broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup, seconds: float) -> dist.Work:
+    """torch's broadcast() of bytes from that rank of the group, without waiting."""
+    options = BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast([tensor.view(-1).view(torch.uint8)], until(options, tensor, seconds))
+
+
+def until(options: Any, tensor: torch.Tensor, seconds: float) -> Any:
+    """``options`` of a collective that nobody waits for at once. Over gloo one that is cut off ends after ``seconds``:
+    torch's thread would go on with it for the group's own timeout, and the process would wait for that at its end."""
+    options.asyncOp = True
+    if tensor.is_cpu:
+        options.timeout = timedelta(seconds=max(seconds, 0.001))
+    return options
 
 
 def finish(work: dist.Work | None, seconds: float, otherwise: str, timeout: float | None = None) -> None:

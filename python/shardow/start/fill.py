@@ -125,9 +125,8 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     given = state or {}
     there = extra_in(given, job.held.extra)
     own = {name: given[key] for key, name in there.items()}
-    mine = team.agree(job.what, lambda: pickle.dumps((_forms(given, there), own)) if given else b"")
     forms: dict[str, Form]
-    forms, extra = pickle.loads(team.first(job.what, mine))
+    forms, extra = pickle.loads(team.on_first(job.what, lambda: pickle.dumps((_forms(given, there), own))))
 
     def compared() -> tuple[dict[str, Any], list[Fill]]:
         keys, report = _compared(job, forms, extra, given)

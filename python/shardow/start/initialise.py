@@ -64,7 +64,7 @@ def _take_drawn(job: Job, model: nn.Module) -> None:
         for key, record in records_of(module).items()
     }
     numbers = {name: [value for value in values if isinstance(value, (int, float))] for name, values in written.items()}
-    job.team.same(job.what, {"what constructors wrote": numbers})
+    job.team.same(job.what, lambda: {"what constructors wrote": numbers})
     for value in itertools.chain(*written.values()) if job.team.size > 1 else ():
         if isinstance(value, torch.Tensor):
             drawn = job.team.broadcast(_bytes(value), [value.nbytes], torch.uint8, value.device)

@@ -36,18 +36,11 @@ Source = str | Path | Merged | Mapping[str, torch.Tensor] | Callable[[nn.Module]
 
 @torch.no_grad()
 def materialize(
-    model: nn.Module,
-    source: Source = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    device: torch.device | str | None = None,
-    strict: bool = True,
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
-    seed: int = 0,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, source: Source = None, optimizer: torch.optim.Optimizer | None = None, *,
+    device: torch.device | str | None = None, strict: bool = True, dtype: torch.dtype | None = None,
+    progress: Progress | None = None, seed: int = 0, group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Gives what is on meta memory and values, and parameters and persistent buffers that have values already those of
     the source.
 
@@ -92,16 +85,10 @@ def materialize(
 
 @torch.no_grad()
 def load(
-    target: Saveable,
-    path: StrPath | Merged,
-    strict: bool = True,
-    verify: bool = True,
-    *,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
-    timeout: float | timedelta | None = None,
+    target: Saveable, path: StrPath | Merged, strict: bool = True, verify: bool = True, *,
+    group: dist.ProcessGroup | None = None, progress: Progress | None = None, timeout: float | timedelta | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Fills a module, or a mapping's tensors, from a file or a Hugging Face directory, whatever sharding saved it.
 
     A module that is on meta gets memory, as by materialize(). Collective over the ranks that share them.
@@ -134,7 +121,7 @@ def load(
         return fill_model(Request("load()", target, source, optimizer, **options, group=group, timeout=timeout))
     if optimizer is not None:
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
-    held, team = prepared("load()", target, group, timeout, saving=False)
+    held, team = prepared("load()", target, group, timeout)
     names = [part.name for part in held.parts]
     report = fill.from_file(fill.Job("load()", held, team, names, (), strict, bool(verify), progress), path)
     held.put_back()
@@ -164,9 +151,11 @@ def fill_model(request: Request) -> dict[str, Any]:
     instance("model", model, nn.Module)
     team = Team(group_of_model(model, request.group), seconds(request.timeout))
     given: dict[str, torch.Tensor] = {}
+    found: list[tuple[origins.Bindings | None, fill.Job]] = []
     try:
-        bindings, job = team.agree(request.what, lambda: _prepared(request, team, given))
-        report = _filled(request, job, team)
+        kind = common_kind(request.what, request.source, team, lambda: found.append(_prepared(request, team, given)))
+        bindings, job = found[0]
+        report = _filled(request.source, kind, job, request)
         team.agree(request.what, lambda: _finished(request, job, given, set(report["missing"])))
     except BaseException:
         meta.take_memory(model, given.values())
@@ -190,7 +179,6 @@ def _finished(request: Request, job: fill.Job, given: dict[str, torch.Tensor], m
 
 def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> tuple[origins.Bindings | None, fill.Job]:
     model = request.model
-    kind_of(request.source)
     refuse_foreign(request.what, model.parameters, writes=True)
     bindings = None if request.optimizer is None else origins.bindings(request.optimizer, model)
     given |= meta.give_memory(model, request.device, request.dtype)
@@ -207,9 +195,7 @@ def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> t
     )
 
 
-def _filled(request: Request, job: fill.Job, team: Team) -> dict[str, Any]:
-    source = request.source
-    kind = common_kind(request.what, source, team)
+def _filled(source: Any, kind: str, job: fill.Job, request: Request) -> dict[str, Any]:
     if kind in ("nothing", "a function"):
         return initialise.by_init(job, request.model, source, request.seed)
     if kind in ("a mapping", _EMPTY):
@@ -219,17 +205,26 @@ def _filled(request: Request, job: fill.Job, team: Team) -> dict[str, Any]:
     return fill.from_file(job, source)
 
 
-def common_kind(what: str, source: Source, team: Team) -> str:
-    """kind_of() what all ranks have. Raises where they have different things, unless rank 0 alone has a mapping.
-    Collective.
+def common_kind(what: str, source: Source, team: Team, check: Callable[[], object]) -> str:
+    """kind_of() what all ranks have. Raises where they have different things, unless rank 0 alone has a mapping, and
+    whatever ``check()`` raises, which comes after kind_of(). Collective, one round.
     """
-    kinds = [kind.decode() for kind in team.gather(what, kind_of(source).encode(errors="backslashreplace"))]
-    if len(set(kinds)) == 1:
-        return kinds[0]
-    if kinds[0] == "a mapping" and set(kinds[1:]) <= {"nothing", _EMPTY}:
-        return _RANK_0
-    way_out = "the same on all, or a mapping on rank 0 and None or {} elsewhere"
-    raise invalid(f"{what}: ranks have different sources: {', '.join(kinds)}; {way_out}")
+
+    def mine() -> bytes:
+        kind = kind_of(source).encode(errors="backslashreplace")
+        check()
+        return kind
+
+    def common(everybody: list[bytes]) -> bytes:
+        if len(set(everybody)) == 1:
+            return everybody[0]
+        kinds = ", ".join(kind.decode() for kind in everybody)
+        if everybody[0] == b"a mapping" and {*everybody[1:]} <= {b"nothing", _EMPTY.encode()}:
+            return _RANK_0.encode()
+        way_out = "the same on all, or a mapping on rank 0 and None or {} elsewhere"
+        raise invalid(f"{what}: ranks have different sources: {kinds}; {way_out}")
+
+    return team.agree_on(what, mine, common).decode()
 
 
 def kind_of(source: object) -> str:

@@ -24,25 +24,17 @@ from shardow.model.modules import is_container, repeated_blocks
 from shardow.model.names import join, walk
 from shardow.model.slots import slots
 from shardow.ranks.team import Team
-from shardow.start.materialize import Source, common_kind, kind_of, materialize
+from shardow.start.materialize import Source, common_kind, materialize
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
 
 
 def wrap(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    optimizer: torch.optim.Optimizer | None = None,
-    units: Units = None,
-    *,
-    source: Source = None,
-    memory_efficient_init: bool = True,
-    reshard_after_forward: bool = True,
-    mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None,
-    strict: bool = True,
-    group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None, units: Units = None, *,
+    source: Source = None, memory_efficient_init: bool = True, reshard_after_forward: bool = True,
+    mixed_precision: MixedPrecisionPolicy | torch.dtype | None = None, strict: bool = True,
+    group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
     """fully_shard() on every unit and on the model, and its weights, in one call. Collective over the mesh.
 
     Args:
@@ -74,13 +66,14 @@ def wrap(
     instance("wrap(): mesh", mesh, DeviceMesh)
     team = Team(choose_group([], [mesh, *meshes_of(slot.recorded for slot in slots(model))], group), seconds(timeout))
     from_memory = source is None and memory_efficient_init
-    team.agree("wrap()", lambda: kind_of(source))
-    common_kind("wrap()", source, team)
     has_weights = source is None and (team.rank == 0 or not memory_efficient_init)
-    chosen, bindings, own = team.agree("wrap()", lambda: _checked(model, mesh, units, optimizer, has_weights))
+    found: list[Any] = []
+    common_kind("wrap()", source, team, lambda: found.extend(_checked(model, mesh, units, optimizer, has_weights)))
+    chosen, bindings, own = found
     shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
     shared_out = [name for name, module in walk(model) if module in chosen]
-    team.same("wrap()", {"tensors": shapes, "units": shared_out, "memory_efficient_init": memory_efficient_init})
+    facts = {"tensors": shapes, "units": shared_out, "memory_efficient_init": memory_efficient_init}
+    team.same("wrap()", lambda: facts)
     if from_memory:
         to_meta(model)
         if optimizer is not None and bindings is not None:

@@ -214,7 +214,7 @@ def _existing(resume_from: str | Path | None, team: Team) -> Path | None:
     if resume_from is None:
         return None
     path = Path(resume_from)
-    team.same(f"resuming from {path}", {"it is there": path.exists()})
+    team.same(f"resuming from {path}", lambda: {"it is there": path.exists()})
     if path.exists():
         return path
     warn(f"{path}, to resume from, does not exist")

@@ -84,7 +84,7 @@ class DistEMA:
         self._team.agree("DistEMA(...)", self._start)
         tensors = {one.name: f"{one.shape} in the order {one.order}" for one in self._shares}
         facts = {"world_size": world_size, "tensors": tensors, "order": list(tensors), "config": self.config}
-        self._team.same("DistEMA(...)", facts, "DistEMA")
+        self._team.same("DistEMA(...)", lambda: facts, "DistEMA")
 
     def _start(self) -> None:
         """Raises ValueError; also KeyError and TypeError, where the origin does."""

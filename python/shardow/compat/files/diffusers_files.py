@@ -47,7 +47,8 @@ def write(
             folder.mkdir(parents=True, exist_ok=True)
         return model, state
 
-    team.same("save_pretrained()", {"path": str(folder.absolute()), "optimization_step": counters["optimization_step"]})
+    facts = {"path": str(folder.absolute()), "optimization_step": counters["optimization_step"]}
+    team.same("save_pretrained()", lambda: facts)
     model, state = team.agree("save_pretrained()", prepare)
     save(state, folder / _WEIGHTS, group=team.process_group)
 

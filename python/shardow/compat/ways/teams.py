@@ -45,5 +45,5 @@ def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | 
     Collective.
     """
     team = everybody(process_group)
-    team.same(f"{what}(...)", facts, what)
+    team.same(f"{what}(...)", lambda: facts, what)
     return team

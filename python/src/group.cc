@@ -139,36 +139,35 @@ std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double ti
   return result;
 }
 
-/// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once, and are
-/// told to nobody. `words_of`: what is told of the result of fn(). Returns the result, and what the ranks' words come
-/// to.
+/// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once,
+/// without a word to the others. `words_of`: of the result of fn(), for `sum_up`. Returns the result, and the sum.
 std::pair<nb::object, std::string> agree_in_python(Group& group, const std::string& call, double timeout,
                                                    const nb::callable& fn, double behind,
                                                    std::string (*words_of)(nb::handle), const comm::SumUp& sum_up) {
   constexpr double kToTell = 1;
   nb::object result;
-  std::exception_ptr mine;
-  std::string told, words, common;
+  std::exception_ptr raised;
+  std::string message, words, common;
   double patience = timeout + behind;
   try {
     result = fn();
     words = words_of(result);
   } catch (const nb::python_error& error) {
     if (!error.matches(PyExc_Exception)) throw;
-    mine = std::current_exception();
-    told = without_stack(error);
+    raised = std::current_exception();
+    message = without_stack(error);
     if (error.matches(PyExc_TimeoutError)) patience = std::min(timeout, kToTell);  // it has waited for others already
   }
   try {
     const nb::gil_scoped_release release;
     group.begin(call, milliseconds(timeout));
     const auto step = [&] {
-      if (mine) throw std::runtime_error(told);
+      if (raised) throw std::runtime_error(message);
       return words;
     };
     common = comm::agree_on(group, in_seconds(patience), step, sum_up);
   } catch (...) {
-    if (mine) std::rethrow_exception(mine);
+    if (raised) std::rethrow_exception(raised);
     throw;
   }
   return {std::move(result), std::move(common)};
@@ -181,10 +180,10 @@ nb::object agree(Group& group, const std::string& call, double timeout, const nb
 
 nb::bytes agree_on(Group& group, const std::string& call, double timeout, const nb::callable& fn,
                    const nb::callable& weigh) {
-  const auto sum_up = [&](const std::vector<std::string>& everybody) {
+  const auto sum_up = [&](const std::vector<std::string>& words) {
     return in_python([&] {
       nb::list all;
-      for (const std::string& one : everybody) all.append(nb::bytes(one.data(), one.size()));
+      for (const std::string& word : words) all.append(nb::bytes(word.data(), word.size()));
       return text_of(weigh(all));
     });
   };

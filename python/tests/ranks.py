@@ -160,6 +160,7 @@ def _serve(pipe: Connection, port: int) -> None:
             name, rank, world, fn, args = pipe.recv()
         except EOFError:
             return
+        torch.manual_seed(0)  # whatever the case before drew, and on which rank
         gc.freeze()  # what is imported by now; to look through it after every case takes 0.1 s
         try:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -120,8 +120,8 @@ Metadata received_metadata(Receiver& in) {
   return all;
 }
 
-/// What one rank makes of what all were asked for: whether they are on several hosts, what rank 0 alone knows, and of
-/// each file who holds what.
+/// Sums up every rank's request: whether ranks are on several hosts, who holds what of each file, and what rank 0 alone
+/// knows. Throws kInvalidArgument where requests differ.
 std::string of_all_calls(const std::vector<std::string>& all, size_t files) {
   std::set<std::string> hosts;
   std::vector<std::vector<std::string>> held(files);  // by rank
@@ -172,28 +172,28 @@ void check_memory(std::span<const TensorView> views) {
 Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options,
                const Producer* producer) {
   std::vector<Holding> held;
-  const auto words = [&] {
+  const auto look = [&] {
     check_call(files, path, options, producer);
-    Sender mine;
+    Sender request;
     for (const auto& [name, value] : facts_of(files, path, options)) {
-      mine.text(name);
-      mine.text(value);
+      request.text(name);
+      request.text(value);
     }
-    mine.text("");
-    mine.text(digest(base::host_name() + base::view_of_files()));  // machines may share a name
-    for (const SaveFile& file : files) mine.text(held.emplace_back(file.tensors).words());
+    request.text("");
+    request.text(digest(base::host_name() + base::view_of_files()));  // machines may share a name
+    for (const SaveFile& file : files) request.text(held.emplace_back(file.tensors).words());
     if (group.rank() == 0) {
       Sender own;
       own.text(base::make_nonce());
       own.text(base::host_name());
       send_metadata(own, files, options);
-      mine.text(own.bytes());
+      request.text(own.bytes());
     }
-    return mine.bytes();
+    return request.bytes();
   };
   const auto sum_up = [&](const std::vector<std::string>& all) { return of_all_calls(all, files.size()); };
-  const std::string said = comm::agree_on(group, base::after(options.timeout), words, sum_up);
-  Receiver in(said);
+  const std::string verdict = comm::agree_on(group, base::after(options.timeout), look, sum_up);
+  Receiver in(verdict);
   Call call;
   call.several_hosts = in.number() != 0;
   std::vector<std::string> shared;

@@ -174,20 +174,20 @@ class Checkpoints:
                         f"{', '.join(f'{k!r}: {v!r}' for k, v in restoring.ABSENT.items())}"
                     )
             named = {name: None if name in skipped else one for name, one in asked.items()}
-            given.append(Given.of(restoring.WHAT, **named))
+            wanted.append(Given.of(restoring.WHAT, **named))
             facts = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {})}
             return {**facts, "random": random, "options": options}
 
-        given: list[Given] = []
+        wanted: list[Given] = []
         team.same(restoring.WHAT, check)
         settle(team.process_group)
         one, files = restoring.opened(self.directory, step, team)
         where = str(self.directory / manifest.directory_of(one.step))
-        found = restoring.Restoring(
-            one, files, given[0], lambda: restoring.check_parts(one, given[0], skipped, absent or {}, where), options,
+        filling = restoring.Restoring(
+            one, files, wanted[0], lambda: restoring.check_parts(one, wanted[0], skipped, absent or {}, where), options,
             team, where,
         )  # fmt: skip
-        state: dict[str, Any] = found.take(random)
+        state: dict[str, Any] = filling.take(random)
         return state
 
     def __repr__(self) -> str:

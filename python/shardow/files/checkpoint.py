@@ -129,19 +129,19 @@ def prepared(
     what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Held, Team]:  # fmt: skip
-    """What this rank holds of ``state``, and who shares it, when all ranks have looked at theirs: what they share is
-    equal, but for a load(), which fills it. ``check()``: of what else the call was given; may raise. Collective, one
-    round."""
+    """Looks at what this rank holds of ``state``; returns it, and who shares it, when all ranks have looked: what they
+    share is equal, but for a load(), which fills it. ``check()``: of what else the call was given; may raise.
+    Collective, one round."""
     team = Team(group_of(state, group), seconds(timeout))
-    found: list[Held] = []
+    looks: list[Held] = []
     writes = what == "load()"
 
     def look() -> Iterable[Common | None]:
         whose = group if isinstance(state, nn.Module) else team.process_group
-        found.append(held := held_by(state, whose, saving=what.endswith("save()")))
+        looks.append(held := held_by(state, whose, saving=what.endswith("save()")))
         refuse_foreign(what, held.memory, instead="" if writes else _INSTEAD, writes=writes)
         check()
         return map(common_of, held.view.parameters) if held.view is not None and not writes else ()
 
     check_equal(what, look, team, DIFFERENT_WEIGHTS)
-    return found[0], team
+    return looks[0], team

@@ -56,7 +56,7 @@ def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Te
     Collective, one round; reads what it finds once, sends a number for each set of ranks."""
     common, sums = list[Common](), list[int]()
 
-    def joined() -> bytes:
+    def look() -> bytes:
         found = find()
         common[:] = [one for one in found if one is not None] if team.size > 1 else []
         sums[:] = checksums([one.tensor for one in common])
@@ -65,10 +65,10 @@ def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Te
     def differ(everybody: list[bytes]) -> bytes:
         return b"!" if _differing([json.loads(text or b"{}") for text in everybody]) else b""
 
-    if not team.agree_on(what, joined, differ):
+    if not team.agree_on(what, look, differ):
         return
-    mine = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in zip(common, sums, strict=True)}
-    everybody = [json.loads(text) for text in team.gather(what, json.dumps(mine).encode())]
+    own_sums = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in zip(common, sums, strict=True)}
+    everybody = [json.loads(text) for text in team.gather(what, json.dumps(own_sums).encode())]
     names = _differing(everybody)
     first, (one, other) = next(iter(names.items()))
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -42,7 +42,7 @@ class Team:
         seconds beyond the timeout for a rank that does wait.
         """
         done: list[T] = []
-        with self._missing_told(what, done, begun):
+        with self._naming_missing(what, done, begun):
             _core.agree(self.group, what + self._whose, self.timeout, lambda: done.append(fn()), behind)
         return done[0]
 
@@ -55,11 +55,11 @@ class Team:
             done.append(fn())
             return done[0]
 
-        with self._missing_told(what, done, False):
+        with self._naming_missing(what, done, False):
             return _core.agree_on(self.group, what + self._whose, self.timeout, step, weigh)
 
     @contextlib.contextmanager
-    def _missing_told(self, what: str, done: Sequence[object], begun: bool) -> Iterator[None]:
+    def _naming_missing(self, what: str, done: Sequence[object], begun: bool) -> Iterator[None]:
         """``done``: by this rank; empty where it waited for others in vain itself."""
         try:
             yield
@@ -110,7 +110,7 @@ class Team:
 
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
-        return self.agree_on(what, step if self.rank == 0 else bytes, lambda everybody: everybody[0])
+        return self.agree_on(what, step if self.rank == 0 else bytes, lambda words: words[0])
 
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it

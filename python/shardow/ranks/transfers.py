@@ -35,8 +35,9 @@ def broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup, seconds
 
 
 def until(options: Any, tensor: torch.Tensor, seconds: float) -> Any:
-    """``options`` of a collective that nobody waits for at once. Over gloo one that is cut off ends after ``seconds``:
-    torch's thread would go on with it for the group's own timeout, and the process would wait for that at its end."""
+    """Returns ``options`` of a collective that is waited for later. Over gloo one that is cut off ends after
+    ``seconds``: torch's thread would go on with it for the group's own timeout, and the process wait for that thread
+    at its end."""
     options.asyncOp = True
     if tensor.is_cpu:
         options.timeout = timedelta(seconds=max(seconds, 0.001))

@@ -151,10 +151,10 @@ def fill_model(request: Request) -> dict[str, Any]:
     instance("model", model, nn.Module)
     team = Team(group_of_model(model, request.group), seconds(request.timeout))
     given: dict[str, torch.Tensor] = {}
-    found: list[tuple[origins.Bindings | None, fill.Job]] = []
+    jobs: list[tuple[origins.Bindings | None, fill.Job]] = []
     try:
-        kind = common_kind(request.what, request.source, team, lambda: found.append(_prepared(request, team, given)))
-        bindings, job = found[0]
+        kind = common_kind(request.what, request.source, team, lambda: jobs.append(_prepared(request, team, given)))
+        bindings, job = jobs[0]
         report = _filled(request.source, kind, job, request)
         team.agree(request.what, lambda: _finished(request, job, given, set(report["missing"])))
     except BaseException:
@@ -210,21 +210,21 @@ def common_kind(what: str, source: Source, team: Team, check: Callable[[], objec
     whatever ``check()`` raises, which comes after kind_of(). Collective, one round.
     """
 
-    def mine() -> bytes:
+    def own_kind() -> bytes:
         kind = kind_of(source).encode(errors="backslashreplace")
         check()
         return kind
 
-    def common(everybody: list[bytes]) -> bytes:
-        if len(set(everybody)) == 1:
-            return everybody[0]
-        kinds = ", ".join(kind.decode() for kind in everybody)
-        if everybody[0] == b"a mapping" and {*everybody[1:]} <= {b"nothing", _EMPTY.encode()}:
+    def common(words: list[bytes]) -> bytes:
+        if len(set(words)) == 1:
+            return words[0]
+        kinds = ", ".join(kind.decode() for kind in words)
+        if words[0] == b"a mapping" and {*words[1:]} <= {b"nothing", _EMPTY.encode()}:
             return _RANK_0.encode()
         way_out = "the same on all, or a mapping on rank 0 and None or {} elsewhere"
         raise invalid(f"{what}: ranks have different sources: {kinds}; {way_out}")
 
-    return team.agree_on(what, mine, common).decode()
+    return team.agree_on(what, own_kind, common).decode()
 
 
 def kind_of(source: object) -> str:

@@ -67,9 +67,9 @@ def wrap(
     team = Team(choose_group([], [mesh, *meshes_of(slot.recorded for slot in slots(model))], group), seconds(timeout))
     from_memory = source is None and memory_efficient_init
     has_weights = source is None and (team.rank == 0 or not memory_efficient_init)
-    found: list[Any] = []
-    common_kind("wrap()", source, team, lambda: found.extend(_checked(model, mesh, units, optimizer, has_weights)))
-    chosen, bindings, own = found
+    checked: list[Any] = []
+    common_kind("wrap()", source, team, lambda: checked.extend(_checked(model, mesh, units, optimizer, has_weights)))
+    chosen, bindings, own = checked
     shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
     shared_out = [name for name, module in walk(model) if module in chosen]
     facts = {"tensors": shapes, "units": shared_out, "memory_efficient_init": memory_efficient_init}

@@ -168,6 +168,28 @@ class TestState:
         assert loaded["3.weight"].dtype == torch.bfloat16
         assert loaded["1.num_batches_tracked"].dtype == torch.int64
 
+    def test_names_are_those_of_parameters_whatever_hooks_of_state_dict_rename(self) -> None:
+        def renaming() -> nn.Module:
+            def renamed(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+                state[prefix + "kernel"] = state.pop(prefix + "weight")
+
+            def back(state: dict[str, Any], prefix: str, *others: Any) -> None:
+                if prefix + "kernel" in state:
+                    state[prefix + "weight"] = state.pop(prefix + "kernel")
+
+            module = nn.Linear(3, 2)
+            module._register_state_dict_hook(renamed)
+            module._register_load_state_dict_pre_hook(back)
+            return module
+
+        module = renaming()
+        assert module.state_dict().keys() == {"kernel", "bias"}
+        for state in (shardow.EMA(module, 0.5).full_state_dict(), shardow.full_state_dict(module)):
+            assert state.keys() == {"weight", "bias"}
+            other = renaming()
+            other.load_state_dict(state, strict=True)
+            assert equal(dict(other.named_parameters()), dict(module.named_parameters()))
+
     def test_everything_that_does_not_fit_is_listed_and_nothing_loaded(self) -> None:
         model = make_model()
         ema = shardow.EMA(model, DECAY)

@@ -293,6 +293,28 @@ def test_what_constructors_draw_is_that_of_rank_0() -> None:
         assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
+class Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("persistent", torch.randn(4))
+        self.register_buffer("table", torch.randn(4), persistent=False)
+
+
+def drawn_buffers() -> tuple[list[float], list[float], list[float]]:
+    torch.manual_seed(torch.distributed.get_rank())
+    with shardow.meta_init():
+        module = Drawn()
+    own = module.table.tolist()
+    shardow.materialize(module, group=torch.distributed.group.WORLD)
+    return module.persistent.tolist(), module.table.tolist(), own
+
+
+def test_persistent_buffers_are_drawn_once_for_all_and_tables_by_each_rank() -> None:
+    first, second = ranks.run(2, drawn_buffers)
+    assert first[0] == second[0]
+    assert first[1] == first[2] != second[2] == second[1]
+
+
 def test_large_values_of_a_constructors_own_are_said_not_to_be_kept() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:

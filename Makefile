@@ -82,7 +82,7 @@ build/torch-%: build/.tests
 # What has no smaller form, or a matrix that CI has whole.
 SLOW := tests/test_benchmarks.py tests/libtorch python/tests/averages/test_bit_identical.py
 
-test-slow: build  ## the simulator in full, and that it finds mistakes; benchmarks, LibTorch's examples, all shardings; six minutes
+test-slow: build  ## the simulator in full, and that it finds mistakes; benchmarks, LibTorch's examples, all shardings; three minutes
 	build/release/simulate_test --gtest_filter=Simulate.*
 	SHARDOW_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(SLOW)
 

@@ -24,7 +24,7 @@ from zygote import Outcome, Save, Zygote
 
 ALL = bool(os.environ.get("SHARDOW_ALL"))
 STRIDE = 1 if ALL else 19  # of the steps
-RANDOM_KILLS = 150 if ALL else 3  # of each form
+RANDOM_KILLS = 150 if ALL else 8  # of each form
 
 WORLD, MIDDLE = 3, 1
 # of saves in which somebody dies; without that they take 0.05 s, and 2 s more where torch looks up names in vain
@@ -231,4 +231,4 @@ def test_random_kills_of_random_ranks_leave_one_whole_version(form: str, ranks: 
         ranks, folder, form, [Kill(victim, rng.randrange(steps[victim]), rng.random() < 0.3) for victim in victims]
     )
     assert len(rounds) == RANDOM_KILLS
-    assert sum(one.died for one in rounds) >= RANDOM_KILLS / 3  # the others had made fewer calls than undisturbed
+    assert sum(one.died for one in rounds) > RANDOM_KILLS / 2

@@ -85,7 +85,8 @@ class Averages:
             return _core.Average([one.view(one.memory()) for one in tracked], averages, chosen)
 
         self._engine = with_memory(make)
-        return {**facts_of(tracked), "options": self._engine.state(), "replicas": options.replicas}
+        own = {"options": self._engine.state(), "replicas": options.replicas}
+        return {**facts_of(tracked), **own} if self.team.size > 1 else {}
 
     @property
     def engine(self) -> _core.Average:

@@ -155,7 +155,7 @@ def fill_model(request: Request) -> dict[str, Any]:
     try:
         kind = common_kind(request.what, request.source, team, lambda: jobs.append(_prepared(request, team, given)))
         bindings, job = jobs[0]
-        report = _filled(request.source, kind, job, request)
+        report = _filled(request, kind, job)
         team.agree(request.what, lambda: _finished(request, job, given, set(report["missing"])))
     except BaseException:
         meta.take_memory(model, given.values())
@@ -195,14 +195,14 @@ def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> t
     )
 
 
-def _filled(source: Any, kind: str, job: fill.Job, request: Request) -> dict[str, Any]:
+def _filled(request: Request, kind: str, job: fill.Job) -> dict[str, Any]:
     if kind in ("nothing", "a function"):
-        return initialise.by_init(job, request.model, source, request.seed)
+        return initialise.by_init(job, request.model, request.source, request.seed)
     if kind in ("a mapping", _EMPTY):
-        return fill.from_own_mapping(job, source)
+        return fill.from_own_mapping(job, request.source)
     if kind == _RANK_0:
-        return fill.from_first_rank(job, source)
-    return fill.from_file(job, source)
+        return fill.from_first_rank(job, request.source)
+    return fill.from_file(job, request.source)
 
 
 def common_kind(what: str, source: Source, team: Team, check: Callable[[], object]) -> str:

@@ -41,14 +41,19 @@ int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
 UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given,
                                    Launch launch) {
   if (launch == Launch::kByReplay && !bound.offloads.empty()) refuse_graph("prepare_replay()");
-  std::exception_ptr last;  // what the update before this one met: told when this one is on its way too
+  std::exception_ptr last;  // what the update before this one met: told when this one is on its way too, or refused
   try {
     wait();
   } catch (const Error&) {
     if (torn || under_way_) throw;
     last = std::current_exception();
   }
-  const UpdateReport report = begin_update(step, samples, given, launch);
+  UpdateReport report;
+  try {
+    report = begin_update(step, samples, given, launch);
+  } catch (...) {
+    if (!last) throw;
+  }
   if (last) std::rethrow_exception(last);
   return report;
 }

@@ -268,6 +268,7 @@ class Program : Comparison {
         },
         &graphs_);
     if (fake::broken()) throw Broken();
+    if (refused.find("was not made") != refused.npos) recover();  // the update before this one
     if (!kept || applied) differs("a capture that was lost, or an update in it that was counted");
     if (refused.empty()) return;
     note(Error(Code::kUnsupported, refused));

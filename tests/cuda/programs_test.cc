@@ -55,7 +55,10 @@ std::vector<std::pair<std::string, int>> calls_of(uint64_t seed) {
 }
 
 TEST(Programs, AreReplayedByTheirSeeds) {
-  for (uint64_t seed = 1; seed <= 20; ++seed) ASSERT_EQ(calls_of(seed), calls_of(seed)) << alone(seed);
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    calls_of(seed);  // those of the first time compile kernels
+    ASSERT_EQ(calls_of(seed), calls_of(seed)) << alone(seed);
+  }
 }
 
 TEST(Programs, HoldWithThreads) {

@@ -57,12 +57,12 @@ void Average::Impl::work() {
     }
     for (const auto& offload : bound.offloads) {
       while (!offload->done()) {
-        now.count.add(offload->next(now.step, by_runs));
+        add(now.count, offload->next(now.step, by_runs));
         now.changed = true;
         fetch(*offload);
       }
     }
-    if (options.overlap) now.count.add(dispatch(now.step));
+    if (options.overlap) add(now.count, dispatch(now.step));
   } catch (...) {
     for (const auto& offload : bound.offloads) offload->stop();
     now.seconds += seconds_since(began);

@@ -124,6 +124,7 @@ struct Average::Impl {
   [[noreturn]] void stopped(const Error& cause);
   void refuse_non_finite(const average::NonFiniteCount& count, int64_t step) const;
   void hold(const average::NonFiniteCount& count, int64_t step);
+  void add(average::NonFiniteCount& count, const average::NonFiniteCount& more) const;
   size_t part_of(const void* element) const;
   Swap prepare_swap(std::span<const TensorView> weights, size_t k) const;
   void exchange_in();

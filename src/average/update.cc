@@ -84,7 +84,7 @@ UpdateReport Average::Impl::begin_update(std::optional<int64_t> step, double sam
 NonFiniteCount Average::Impl::prepare(const kernels::Step& step, bool by_runs) {
   for (const auto& backend : bound.backends) backend->check_prepare(by_runs);
   NonFiniteCount count;
-  for (const auto& backend : bound.backends) count.add(backend->prepare(step, by_runs));
+  for (const auto& backend : bound.backends) add(count, backend->prepare(step, by_runs));
   return count;
 }
 
@@ -118,7 +118,7 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
          bound.backends) {  // CUDA: the price of raising is a wait; the update is made and counted whatever it meets
       const NonFiniteCount more = backend->read_count();
       hold(more, step);
-      count.add(more);
+      add(count, more);
     }
   }
   report.non_finite = count.elements + std::exchange(unreported_, 0);
@@ -196,7 +196,7 @@ void Average::Impl::prepare_noise(const kernels::Step& step) {
 NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
   const bool by_runs = draws_by_runs(step);
   NonFiniteCount total;
-  for (const auto& backend : bound.backends) total.add(backend->update(step, by_runs));
+  for (const auto& backend : bound.backends) add(total, backend->update(step, by_runs));
   return total;
 }
 
@@ -209,6 +209,12 @@ void Average::Impl::hold(const NonFiniteCount& count, int64_t step) {
   if (met->step != step) return;
   met->elements += count.elements;  // devices and the host tell of their parts one after the other
   met->part = std::min(met->part, part);
+}
+
+/// Keeps the first part of those that devices and the host met.
+void Average::Impl::add(NonFiniteCount& count, const NonFiniteCount& more) const {
+  count.elements += more.elements;
+  if (more.first != nullptr && part_of(more.first) < part_of(count.first)) count.first = more.first;
 }
 
 size_t Average::Impl::part_of(const void* element) const {

@@ -18,7 +18,6 @@
 
 #include "callbacks.h"
 #include "comm/agree.h"
-#include "comm/custom_group.h"
 #include "core.h"
 
 namespace nb = nanobind;

@@ -1,69 +1,87 @@
-// Rounds: what ranks in one process share to act together. Each rank brings bytes to a round and takes everybody's
-// away, or the verdict that it failed.
+// Rounds over a store: each rank brings its words, all learn one verdict. What a round costs does not grow with the
+// number of ranks, but for one of them where there are words.
+//
+// Numbered, as the code is, for round r:
+//
+//   1. a rank puts its call and its words behind the verdict of round r - 1 (compare_set), which all have read. The
+//      first one's stay: who has the same has told all. Only who differs, or has much to say, appends its own to
+//      r/words
+//   2. it counts itself: a bit in r/lane/<n>, which 31 ranks share; the last of a lane counts that in r/lanes. The
+//      answers tell who was last of all, and whether anybody has words
+//   3. the last of all gives the verdict. Where there are words it reads them, once, and asks the call what they come
+//   to
+//   4. all others wait for the one key r/verdict, at most until their deadline; the first of each lane looks now and
+//      then whether somebody who is missing has left, or whoever had to give the verdict has. Who waited in vain looks
+//      up the bits: either ranks are missing, and the verdict says which, or it gives the verdict in another's place.
+//      compare_set keeps the first
+//   5. a good verdict means that all have come, so what lies behind the round is deleted, by the first ranks that came
+//      to it. Of a round that was not good, or that a rank has left, nobody knows who wrote what: each of its keys has
+//      a rank that deletes it once a later one is good. A rank that comes to a round that is over reads its verdict
+//
+// Where all is well and nobody has words that is at most four operations for each rank: compare_set, add, get or its
+// part of the last one's, erase. shardow/ranks/rounds.py is the same for Python.
 #pragma once
 
-#include <compare>
-#include <cstdint>
-#include <map>
-#include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "base/mutex.h"
-#include "comm/custom_group.h"
-#include "comm/verdicts.h"
+#include "shardow/detail/store.h"
+#include "shardow/group.h"
 
 namespace shardow::comm {
 
-using Lane = Meeting::Lane;
-using Offer = Meeting::Offer;
-
-/// Thread-safe. A round's verdict is given once, by whoever first knows it, and read by all its members:
-///
-///   complete     the last member has arrived
-///   kTimeout     a waiting member's deadline passed
-///   kPeerFailed  a member that has not arrived is gone
+/// One rank's end of the rounds of `ranks`, in whose order words are.
 class Rounds {
  public:
-  using Bytes = Meeting::Bytes;
+  struct Place {
+    std::string keys;        ///< what they begin with
+    std::string gone;        ///< the key of ranks that have left
+    std::vector<int> ranks;  ///< for messages
+    size_t index;            ///< this rank's among them
+  };
 
-  explicit Rounds(int num_ranks)
-      : next_round_(static_cast<size_t>(num_ranks)), gone_(static_cast<size_t>(num_ranks), false) {}
+  Rounds(Store& store, Place place);
 
-  /// The next round of the lane for `rank`, one of its members. Throws the verdict, unless that is complete.
-  std::shared_ptr<const Bytes> meet(int rank, const Lane& lane, Offer offer, Deadline deadline);
+  struct Met {
+    std::string common, own;             ///< of a verdict that was decided
+    std::vector<std::string> everybody;  ///< by rank, without `decide`
+  };
 
-  /// The rank will come to no further round.
-  void leave(int rank);
+  /// The next round. `decide`, on one rank, of everybody's words, unless all are empty; where it is null all ranks take
+  /// everybody's away. Throws on all ranks what it throws, kInvalidArgument where calls differ, kTimeout and
+  /// kPeerFailed naming who did not come.
+  Met meet(const std::string& call, std::string_view mine, const Group::Decide* decide, Deadline deadline);
 
  private:
-  struct Round {
-    explicit Round(size_t num_members) : calls(num_members), bytes(std::make_shared<Bytes>(num_members)) {}
+  struct Turn;
 
-    std::vector<std::optional<std::string>> calls;
-    std::shared_ptr<Bytes> bytes;
-    size_t num_arrived = 0;
-    bool decided = false;
-    std::optional<Failure> failure;  // of a decided round
-  };
+  void come(Turn& turn, const Group::Decide* decide, Deadline deadline);
+  bool tell(Turn& turn);
+  bool count(Turn& turn, bool has_words, bool* any_words);
+  std::string wait(Turn& turn, Deadline deadline);
+  std::string who_is_missing(Turn& turn);
+  void sum_up(Turn& turn, bool any_words, const Group::Decide* decide);
+  std::string decided(Turn& turn, const Group::Decide& decide);
+  void read_everybody(Turn& turn, bool any_words);
+  Met end(Turn& turn);
+  std::vector<std::string> left_by(const Turn& turn) const;
 
-  struct Key {
-    Lane lane;
-    uint64_t number;
-    auto operator<=>(const Key&) const = default;
-  };
+  std::string key(int64_t number, std::string_view what) const;
+  std::vector<int> missing(int64_t number);
+  std::string propose(int64_t number, const std::string& body);
+  std::string failure_for(const std::string& call, const std::vector<int>& missing);
+  void put(const std::string& key, std::string_view value, std::vector<std::string>& written);
+  std::string get(const std::string& key);
+  int members() const;
 
-  void arrive(const Lane& lane, Round& round, int rank, Offer offer) SHARDOW_REQUIRES(mutex_);
-  void fail_if_one_is_gone(const Lane& lane, Round& round) SHARDOW_REQUIRES(mutex_);
-  void decide(Round& round, std::optional<Failure> failure) SHARDOW_REQUIRES(mutex_);
-  void forget_finished(const Lane& lane) SHARDOW_REQUIRES(mutex_);
-
-  base::Mutex mutex_;
-  base::Condition changed_;
-  std::map<Key, std::shared_ptr<Round>> rounds_ SHARDOW_GUARDED_BY(mutex_);      // that some member may still come to
-  std::vector<std::map<Lane, uint64_t>> next_round_ SHARDOW_GUARDED_BY(mutex_);  // per rank
-  std::vector<bool> gone_ SHARDOW_GUARDED_BY(mutex_);
+  Store& store_;
+  const Place place_;
+  const int size_, lanes_, lane_, bit_;
+  int64_t next_ = 0;
+  std::optional<std::string> before_ = "";  // the last round's verdict; nothing: it was left
+  std::vector<std::string> old_;            // keys to erase once a round was good
 };
 
 }  // namespace shardow::comm

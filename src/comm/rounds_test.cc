@@ -1,92 +1,236 @@
 #include "comm/rounds.h"
 
 #include <gtest/gtest.h>
-#include <malloc.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <fstream>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
+#include "comm/memory_store.h"
 #include "findings.h"
 
 namespace shardow::comm {
 namespace {
 
-const Lane kAll{Lane::Kind::kAll, {0, 1, 2}};
+using Shelf = MemoryStore::Shelf;
 
-/// True when a thread of this process waits for something.
-bool sleeps(pid_t thread) {
-  std::ifstream stat("/proc/self/task/" + std::to_string(thread) + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(stat), {}};
-  return text.find(") S ") != std::string::npos;
+/// Counts operations, and throws in place of the one that `ends` says.
+class CountedStore final : public Store {
+ public:
+  explicit CountedStore(std::shared_ptr<Shelf> shelf) : store_(std::move(shelf)) {}
+
+  void set(const std::string& key, const std::string& value) override { counted().set(key, value); }
+  std::optional<std::string> get(const std::string& key, Deadline deadline) override {
+    return counted().get(key, deadline);
+  }
+  bool check(const std::string& key) override { return counted().check(key); }
+  int64_t add(const std::string& key, int64_t amount) override { return counted().add(key, amount); }
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override {
+    return counted().compare_set(key, expected, desired);
+  }
+  void append(const std::string& key, const std::string& value) override { counted().append(key, value); }
+  void erase(const std::string& key) override { counted().erase(key); }
+
+  int operations = 0, ends = -1;
+
+ private:
+  Store& counted() {
+    if (operations++ == ends) throw Error(Code::kPeerFailed, "no answer");
+    return store_;
+  }
+
+  MemoryStore store_;
+};
+
+/// Ranks whose ends of the rounds are driven one at a time, or each on a thread.
+struct Ranks {
+  explicit Ranks(int size, std::shared_ptr<Shelf> on = std::make_shared<Shelf>()) : shelf(std::move(on)) {
+    std::vector<int> names(static_cast<size_t>(size));
+    for (int i = 0; i < size; ++i) names[static_cast<size_t>(i)] = i;
+    for (size_t i = 0; i < names.size(); ++i) {
+      stores.push_back(std::make_unique<CountedStore>(shelf));
+      rounds.push_back(std::make_unique<Rounds>(*stores.back(), Rounds::Place{"r/", "gone", names, i}));
+    }
+  }
+
+  void all(const std::function<void(size_t rank, Rounds& rounds)>& body) {
+    std::vector<std::jthread> threads;
+    for (size_t i = 0; i < rounds.size(); ++i) threads.emplace_back([&, i] { body(i, *rounds[i]); });
+  }
+
+  size_t keys() const {
+    const base::Lock lock(shelf->mutex);
+    return shelf->values.size();
+  }
+
+  std::shared_ptr<Shelf> shelf;
+  std::vector<std::unique_ptr<CountedStore>> stores;
+  std::vector<std::unique_ptr<Rounds>> rounds;
+};
+
+const Group::Decide kJoin = [](const std::vector<std::string>& everybody) {
+  Group::Decision decision;
+  for (const std::string& one : everybody) {
+    decision.common += one + ";";
+    decision.each.push_back("for " + one);
+  }
+  return decision;
+};
+
+TEST(Rounds, DecideOnceForAllWhateverTheirNumber) {
+  for (const int size : {1, 2, 31, 32, 70}) {
+    Ranks ranks(size);
+    std::atomic<int> decided = 0;
+    const Group::Decide decide = [&](const std::vector<std::string>& everybody) {
+      ++decided;
+      return kJoin(everybody);
+    };
+    ranks.all([&](size_t rank, Rounds& rounds) {
+      for (int round = 0; round < 3; ++round) {
+        const std::string mine = std::to_string(rank) + std::string(rank == 1 ? 40000 : 0, 'x');
+        const Rounds::Met met = rounds.meet("call", mine, &decide, far());
+        EXPECT_EQ(met.own, "for " + mine);
+        EXPECT_TRUE(met.common.starts_with("0;")) << met.common.substr(0, 20);
+      }
+    });
+    EXPECT_EQ(decided, 3);
+  }
 }
 
-TEST(Rounds, ARankThatCameDidItsPartAndLeftFailsNobody) {
-  Rounds rounds(3);
-  std::atomic<pid_t> waiting = 0;
-  std::jthread one([&] {
-    waiting = ::gettid();
-    EXPECT_EQ(rounds.meet(1, kAll, {"call", "of 1"}, far())->size(), 3u);
+TEST(Rounds, CostARankFourOperationsWhereAllBringTheSame) {
+  for (const int size : {2, 31, 70}) {
+    Ranks ranks(size);
+    for (int round = 0; round < 4; ++round)
+      ranks.all([&](size_t, Rounds& rounds) { rounds.meet("c", "", nullptr, far()); });
+    for (const auto& store : ranks.stores) EXPECT_LE(store->operations, 4 * (size > 31 ? 5 : 4)) << size;
+    EXPECT_LE(ranks.keys(), 6u) << size;
+  }
+}
+
+TEST(Rounds, TakeAllWordsAwayWhereNobodyDecides) {
+  Ranks ranks(3);
+  ranks.all([&](size_t rank, Rounds& rounds) {
+    EXPECT_EQ(rounds.meet("call", rank == 2 ? "other" : "same", nullptr, far()).everybody,
+              (std::vector<std::string>{"same", "same", "other"}));
+    EXPECT_EQ(rounds.meet("call", "same", nullptr, far()).everybody, (std::vector<std::string>(3, "same")));
+    EXPECT_EQ(rounds.meet("call", "", &kJoin, far()).common, "") << "nobody is asked";
+    EXPECT_EQ(rounds.meet(std::string(600, 'c'), "", &kJoin, far()).common, "") << "nobody is asked";
   });
-  while (waiting == 0 || !sleeps(waiting)) std::this_thread::yield();  // it has come, and waits for the others
-  rounds.leave(1);
-  std::jthread two([&] { EXPECT_EQ(rounds.meet(2, kAll, {"call", "of 2"}, far())->at(1), "of 1"); });
-  EXPECT_EQ(*rounds.meet(0, kAll, {"call", "of 0"}, far()), (std::vector<std::string>{"of 0", "of 1", "of 2"}));
-  EXPECT_EQ(caught([&] { rounds.meet(0, kAll, {"call", ""}, far()); }).message, "call: rank 1 is gone");
 }
 
-TEST(Rounds, WhatHasBeenDecidedStaysSoWhenAMemberLeaves) {
-  const Lane pair{Lane::Kind::kPair, {0, 1}};
-  for (int again = 0; again < 200; ++again) {
-    Rounds rounds(2);
-    std::jthread zero([&] { EXPECT_EQ(caught([&] { rounds.meet(0, pair, {"call", ""}, far()); }).message, ""); });
-    rounds.meet(1, pair, {"call", ""}, far());
-    rounds.leave(1);  // before the other has seen that the round is complete, most times
+/// Rank 1 is the last one, and its lane has no words.
+TEST(Rounds, WordsOfOtherLanesAreRead) {
+  Ranks ranks(32);
+  ranks.all([&](size_t rank, Rounds& rounds) {
+    const auto wait_for = [&](const char* key) {
+      while (!ranks.stores[rank]->check(key)) std::this_thread::yield();
+    };
+    if (rank != 2) wait_for("r/-1/verdict");
+    if (rank == 1) wait_for("r/0/lanes");
+    EXPECT_EQ(rounds.meet("call", rank == 0 ? "other" : "same", nullptr, far()).everybody.at(0), "other");
+  });
+}
+
+TEST(Rounds, WhatIsThrownWhereWordsAreDecidedIsThrownOnAll) {
+  Ranks ranks(3);
+  const Group::Decide refuse = [](const auto&) -> Group::Decision { throw Error(Code::kUnsupported, "no", 7); };
+  ranks.all([&](size_t, Rounds& rounds) {
+    try {
+      rounds.meet("call", "words", &refuse, far());
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Code::kUnsupported);
+      EXPECT_EQ(error.os_errno(), 7);
+      EXPECT_STREQ(error.what(), "no");
+    }
+    EXPECT_EQ(rounds.meet("call", "a", &kJoin, far()).common, "a;a;a;");
+  });
+}
+
+/// Ranks 0 and 1 wait for rank 2, which then comes late; the verdict stays.
+TEST(Rounds, AVerdictStaysForWhoComesLate) {
+  Ranks ranks(3);
+  Caught first;
+  {
+    const std::jthread other([&] { caught([&] { ranks.rounds[1]->meet("call", "one", &kJoin, far()); }); });
+    first = caught([&] { ranks.rounds[0]->meet("call", "zero", &kJoin, near()); });
   }
-}
-
-TEST(Rounds, AVerdictStaysAsItIsWhenTheMissingMemberLeaves) {
-  Rounds rounds(3);
-  const Caught first = caught([&] { rounds.meet(0, kAll, {"call", ""}, near()); });
-  rounds.leave(2);  // for whom rank 0 has waited in vain
-  const Caught late = caught([&] { rounds.meet(1, kAll, {"call", ""}, far()); });
-  EXPECT_EQ(late.code, Code::kTimeout);
+  const Caught late = caught([&] { ranks.rounds[2]->meet("call", "two", &kJoin, far()); });
+  EXPECT_EQ(first.code, Code::kTimeout);
   EXPECT_EQ(late.message, first.message);
+  for (int round = 0; round < 3; ++round)
+    ranks.all([&](size_t, Rounds& rounds) { EXPECT_EQ(rounds.meet("call", "a", &kJoin, far()).common, "a;a;a;"); });
+  EXPECT_LE(ranks.keys(), 8u) << "what the failed round left is erased";
 }
 
-TEST(Rounds, AreForgottenWhenAllMembersHaveComeToThem) {
-  const Lane pair{Lane::Kind::kPair, {0, 1}};
-  Rounds rounds(2);
-  std::vector<std::weak_ptr<const Rounds::Bytes>> of_round;
-  for (int again = 0; again < 3; ++again) {
-    std::jthread other([&] { rounds.meet(1, pair, {"call", "theirs"}, far()); });
-    of_round.emplace_back(rounds.meet(0, pair, {"call", "ours"}, far()));
-  }
-  for (const auto& bytes : of_round) EXPECT_TRUE(bytes.expired());
+TEST(Rounds, WhoDiesAsItGivesTheVerdictIsReplacedSoon) {
+  const auto began = base::now();
+  Ranks ranks(2);
+  ranks.stores[1]->ends = 3;  // words are read then
+  const std::jthread dies([&] {
+    while (!ranks.stores[0]->check("r/0/lane/0")) std::this_thread::yield();
+    EXPECT_EQ(caught([&] { ranks.rounds[1]->meet("call", "b", &kJoin, far()); }).message, "no answer");
+  });
+  EXPECT_EQ(ranks.rounds[0]->meet("call", "a", &kJoin, far()).common, "a;b;");
+  EXPECT_LT(base::now() - began, std::chrono::seconds(60)) << "and not at the deadline";
 }
 
-TEST(Rounds, AreForgottenWhenTheOtherMembersAreGone) {
-  Rounds rounds(3);
-  rounds.leave(1);
-  const auto fail = [&](int rank) {
-    EXPECT_EQ(caught([&] {
-                rounds.meet(rank, kAll, {"call", std::string(100'000, '.')}, far());
-              }).message,
-              "call: rank 1 is gone");
-  };
-  fail(0);
-  fail(2);
-  const struct mallinfo2 before = ::mallinfo2();
-  for (int again = 0; again < 100; ++again) {
-    fail(0);
-    fail(2);
+/// At each operation of the rank that comes last: the other one gives the verdict in its place, or says that it has
+/// left.
+TEST(Rounds, WhoDiesAnywhereIsNamedOrReplaced) {
+  int replaced = 0, named = 0;
+  for (int operation = 0;; ++operation) {
+    Ranks ranks(2);
+    ranks.stores[1]->ends = operation;
+    Caught zero, one;
+    {
+      const std::jthread dies([&] { one = caught([&] { ranks.rounds[1]->meet("call", "b", &kJoin, far()); }); });
+      zero = caught([&] { EXPECT_EQ(ranks.rounds[0]->meet("call", "a", &kJoin, near()).common, "a;b;"); });
+    }
+    if (ranks.stores[1]->operations <= operation) break;
+    EXPECT_EQ(one.message, "no answer") << operation;
+    (zero.thrown ? named : replaced) += 1;
+    EXPECT_TRUE(!zero.thrown || zero.code == Code::kTimeout) << zero.message;
+    const auto next = [&](size_t, Rounds& rounds) {  // a round that was good without rank 1 costs all the next one
+      const Caught left = caught([&] { rounds.meet("call", "", nullptr, far()); });
+      EXPECT_EQ(left.message, zero.thrown ? "" : "rank 1 has left: the ranks' store did not answer it") << operation;
+      EXPECT_EQ(rounds.meet("call", "a", &kJoin, far()).common, "a;a;");
+    };
+    ranks.all(next);
   }
-  const struct mallinfo2 after = ::mallinfo2();
-  EXPECT_LT(after.uordblks + after.hblkhd, before.uordblks + before.hblkhd + 1'000'000);
+  EXPECT_GE(named, 2);
+  EXPECT_GE(replaced, 2);
+}
+
+TEST(Rounds, WhoCameAndLeftFailsNobody) {
+  Ranks ranks(3);
+  ranks.all([&](size_t rank, Rounds& rounds) {
+    if (rank != 1) {
+      while (!ranks.stores[1]->check("gone")) std::this_thread::yield();
+      EXPECT_EQ(rounds.meet("call", "a", &kJoin, far()).common, "a;b;a;");
+    } else {
+      const std::jthread leaves([&] {
+        MemoryStore store(ranks.shelf);
+        while (!store.check("r/0/lane/0")) std::this_thread::yield();
+        store.append("gone", "1 ");
+      });
+      EXPECT_EQ(rounds.meet("call", "b", &kJoin, far()).own, "for b");
+    }
+  });
+}
+
+TEST(Rounds, WhoHasLeftIsNamedToThoseWhoWait) {
+  Ranks ranks(3);
+  ranks.stores[2]->append("gone", "2 ");
+  for (const size_t rank : {size_t{0}, size_t{1}}) {
+    const Caught got = caught([&] { ranks.rounds[rank]->meet("call", "", nullptr, far()); });
+    EXPECT_EQ(got.code, Code::kPeerFailed);
+    EXPECT_EQ(got.message, "call: rank 2 is gone");
+  }
 }
 
 }  // namespace

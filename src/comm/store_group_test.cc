@@ -1,15 +1,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <latch>
-#include <map>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "comm/group_fixture.h"
+#include "comm/memory_store.h"
 #include "shardow/detail/store.h"
 
 namespace shardow {
@@ -22,63 +23,40 @@ using comm::near;
 using comm::on_every_rank;
 
 struct Shelf {
+  std::shared_ptr<comm::MemoryStore::Shelf> values = std::make_shared<comm::MemoryStore::Shelf>();
   std::mutex mutex;
-  std::condition_variable changed;
-  std::map<std::string, std::string> values;
-  std::map<std::string, int64_t> counts;
   std::vector<std::string> written;  // keys, one after the other
   bool burnt = false;
 };
 
-/// In memory; every rank has one of its own over what all share.
+/// In memory, and without append() of its own.
 class ShelfStore final : public Store {
  public:
-  explicit ShelfStore(std::shared_ptr<Shelf> shelf) : shelf_(std::move(shelf)) {}
+  explicit ShelfStore(std::shared_ptr<Shelf> shelf) : shelf_(std::move(shelf)), store_(shelf_->values) {}
 
   void set(const std::string& key, const std::string& value) override {
-    const auto lock = locked();
-    shelf_->values[key] = value;
+    there().set(key, value);
+    const std::lock_guard lock(shelf_->mutex);
     shelf_->written.push_back(key);
-    shelf_->changed.notify_all();
   }
-  std::string set_first(const std::string& key, const std::string& value) override {
-    const auto lock = locked();
-    shelf_->changed.notify_all();
-    return shelf_->values.try_emplace(key, value).first->second;
+  std::optional<std::string> get(const std::string& key, Deadline deadline) override {
+    return there().get(key, deadline);
   }
-  std::vector<std::string> get(const std::vector<std::string>& keys) override {
-    const auto lock = locked();
-    std::vector<std::string> values;
-    for (const std::string& key : keys) values.push_back(shelf_->values.at(key));
-    return values;
+  bool check(const std::string& key) override { return there().check(key); }
+  int64_t add(const std::string& key, int64_t amount) override { return there().add(key, amount); }
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override {
+    return there().compare_set(key, expected, desired);
   }
-  bool has(const std::string& key) override {
-    const auto lock = locked();
-    return shelf_->values.contains(key);
-  }
-  bool wait(const std::vector<std::string>& keys, Deadline deadline) override {
-    auto lock = locked();
-    const auto all = [&] {
-      return std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return shelf_->values.contains(key); });
-    };
-    return shelf_->changed.wait_until(lock, deadline, all);
-  }
-  int64_t add(const std::string& key) override {
-    const auto lock = locked();
-    return ++shelf_->counts[key];
-  }
-  void erase(const std::string& key) override {
-    const auto lock = locked();
-    EXPECT_EQ(shelf_->values.erase(key), 1u) << key;
-  }
+  void erase(const std::string& key) override { there().erase(key); }
 
  private:
-  std::unique_lock<std::mutex> locked() {
-    std::unique_lock lock(shelf_->mutex);
+  Store& there() {
     if (shelf_->burnt) throw Error(Code::kPeerFailed, "the shelf is burnt");
-    return lock;
+    return store_;
   }
+
   const std::shared_ptr<Shelf> shelf_;
+  comm::MemoryStore store_;
 };
 
 Groups over(const std::shared_ptr<Shelf>& shelf, int n) {
@@ -111,7 +89,8 @@ TEST(StoreGroup, KeepsNoMoreKeysThanTwoRoundsHave) {
       if (group->rank() == 2) group->recv({&token, 1}, 0, far());
     }
   });
-  EXPECT_LE(shelf->values.size(), 2u * (3 + 1) + 2u * (2 + 1));
+  const base::Lock lock(shelf->values->mutex);
+  EXPECT_LE(shelf->values->values.size(), 2u * (3 + 1) + 2u * (2 + 1));
 }
 
 TEST(StoreGroup, MovesValuesThatAreLongerThanAKeyTakes) {

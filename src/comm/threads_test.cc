@@ -3,6 +3,7 @@
 #include <latch>
 #include <thread>
 
+#include "comm/delegate.h"
 #include "comm/group_fixture.h"
 
 namespace shardow {
@@ -120,7 +121,7 @@ TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
       const Caught got = caught([&] { agree(*group, far(), [] {}); });
       EXPECT_EQ(got.code, Code::kInvalidArgument);
       EXPECT_EQ(got.message,
-                fmt::format("rank 1 calls {0}load(): all_gather() where rank 0 calls {0}save(): all_gather()", later));
+                fmt::format("rank 1 calls {0}load(): decide() where rank 0 calls {0}save(): decide()", later));
     }
     group->begin("save()", kTimeout);
     if (group->rank() == 2) {
@@ -130,7 +131,7 @@ TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
       agree(*group, far(), [] {});
     }
     const Caught got = caught([&] { agree(*group, far(), [] {}); });
-    EXPECT_EQ(got.message, "rank 2 calls save(): all_gather() where rank 0 calls a later step of save(): all_gather()");
+    EXPECT_EQ(got.message, "rank 2 calls save(): decide() where rank 0 calls a later step of save(): decide()");
   });
 }
 
@@ -161,6 +162,21 @@ TEST(Threads, ASenderWithoutReceiverTimesOut) {
   EXPECT_NE(got.message.find("rank 1 did not come"), std::string::npos) << got.message;
   EXPECT_EQ(caught([&] { groups[1]->recv({}, 0, far()); }).code, Code::kTimeout)
       << "the late receiver gets the same verdict";
+}
+
+TEST(Threads, AGroupWithoutADecideOfItsOwnGivesEachRankItsAnswer) {
+  struct Plain final : Delegate {
+    using Delegate::Delegate;
+    Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
+      return Group::decide(mine, decide, deadline);
+    }
+  };
+  Groups groups = threads(2);
+  on_every_rank(groups, [](auto& group) {
+    const auto twice = [](const auto& all) { return Group::Decision{"all", {all[0] + all[0], all[1] + all[1]}}; };
+    const Group::Answer got = Plain(*group).decide(group->rank() == 0 ? "a" : "b", twice, far());
+    EXPECT_EQ(got.common + got.own, group->rank() == 0 ? "allaa" : "allbb");
+  });
 }
 
 TEST(Threads, PairsDoNotDisturbCollectives) {

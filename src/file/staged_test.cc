@@ -182,7 +182,7 @@ TEST_F(Staged, TheCallerNamesWhatItsRoundsAreFor) {
                        EXPECT_EQ(
                            code_of([&] { StagedSave(group, mine.views(), folder_ / "a.safetensors", options); }, &told),
                            Code::kInvalidArgument);
-                       EXPECT_EQ(told, "rank 1 calls load(): all_gather() where rank 0 calls autosave(): all_gather()");
+                       EXPECT_EQ(told, "rank 1 calls load(): decide() where rank 0 calls autosave(): decide()");
                      }),
             all(2, kFine));
 }

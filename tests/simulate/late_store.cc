@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "comm/memory_store.h"
+
 namespace shardow::simulated {
 
 void LateStore::set(const std::string& key, const std::string& value) {
@@ -12,39 +14,36 @@ void LateStore::set(const std::string& key, const std::string& value) {
   simulation_.notify(shelf_.get());  // who waits for something learns when the next message is due
 }
 
-std::string LateStore::set_first(const std::string& key, const std::string& value) {
-  reach("set_first");
-  const std::string& first = shelf_->values.try_emplace(key, value).first->second;
-  simulation_.notify(shelf_.get());
-  return takes_own_verdict_ ? value : first;
-}
-
-std::vector<std::string> LateStore::get(const std::vector<std::string>& keys) {
+std::optional<std::string> LateStore::get(const std::string& key, Deadline deadline) {
   reach("get");
-  std::vector<std::string> values;
-  for (const std::string& key : keys) values.push_back(shelf_->values.at(key));
-  return values;
-}
-
-bool LateStore::has(const std::string& key) {
-  reach("has");
-  return shelf_->values.contains(key);
-}
-
-bool LateStore::wait(const std::vector<std::string>& keys, Deadline deadline) {
-  reach("wait");
   for (;; arrive()) {
-    if (std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return shelf_->values.contains(key); }))
-      return true;
-    if (simulation_.now() >= deadline) return false;
+    if (const auto found = shelf_->values.find(key); found != shelf_->values.end()) return found->second;
+    if (simulation_.now() >= deadline) return std::nullopt;
     const auto next = shelf_->under_way.begin();
     simulation_.wait(shelf_.get(), next == shelf_->under_way.end() ? deadline : std::min(deadline, next->first));
   }
 }
 
-int64_t LateStore::add(const std::string& key) {
+bool LateStore::check(const std::string& key) {
+  reach("check");
+  return shelf_->values.contains(key);
+}
+
+int64_t LateStore::add(const std::string& key, int64_t amount) {
   reach("add");
-  return ++shelf_->counts[key];
+  return comm::added(shelf_->values, key, amount);
+}
+
+std::string LateStore::compare_set(const std::string& key, const std::string& expected, const std::string& desired) {
+  reach("compare_set");
+  const std::string there = comm::compared(shelf_->values, key, expected, desired);
+  simulation_.notify(shelf_.get());
+  return takes_own_verdict_ && expected.empty() ? desired : there;
+}
+
+void LateStore::append(const std::string& key, const std::string& value) {
+  reach("append");
+  shelf_->values[key] += value;
 }
 
 void LateStore::erase(const std::string& key) {

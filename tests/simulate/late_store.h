@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/custom_group.h"
+#include "shardow/detail/store.h"
 #include "simulation.h"
 
 namespace shardow::simulated {
@@ -15,7 +15,6 @@ namespace shardow::simulated {
 /// What all ranks reach.
 struct Shelf {
   std::map<std::string, std::string> values;
-  std::map<std::string, int64_t> counts;
   std::multimap<base::Time, std::pair<std::string, std::string>> under_way;  ///< by when they arrive
 };
 
@@ -25,7 +24,7 @@ class LateStore final : public Store {
   using Transit = std::function<std::chrono::nanoseconds(const char* what)>;  ///< how long a message takes; throws what
                                                                               ///< ends the rank
 
-  /// `takes_own_verdict`: a mistake, for tests of the test: set_first() returns what the caller proposed.
+  /// `takes_own_verdict`: a mistake, for tests of the test: compare_set() returns what the caller proposed.
   LateStore(Simulation& simulation, std::shared_ptr<Shelf> shelf, Transit transit, bool takes_own_verdict)
       : simulation_(simulation),
         shelf_(std::move(shelf)),
@@ -33,11 +32,11 @@ class LateStore final : public Store {
         takes_own_verdict_(takes_own_verdict) {}
 
   void set(const std::string& key, const std::string& value) override;
-  std::string set_first(const std::string& key, const std::string& value) override;
-  std::vector<std::string> get(const std::vector<std::string>& keys) override;
-  bool has(const std::string& key) override;
-  bool wait(const std::vector<std::string>& keys, Deadline deadline) override;
-  int64_t add(const std::string& key) override;
+  std::optional<std::string> get(const std::string& key, Deadline deadline) override;
+  bool check(const std::string& key) override;
+  int64_t add(const std::string& key, int64_t amount) override;
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override;
+  void append(const std::string& key, const std::string& value) override;
   void erase(const std::string& key) override;
 
  private:

@@ -152,32 +152,31 @@ class C10dStore final : public Store {
   void set(const std::string& key, const std::string& value) override {
     asked([&] { store_->set(key, value); });
   }
-  std::string set_first(const std::string& key, const std::string& value) override {
-    return asked([&] { return store_->compareSet(key, "", value); });
-  }
-  std::vector<std::string> get(const std::vector<std::string>& keys) override {
-    std::vector<std::string> values;
-    for (const std::vector<uint8_t>& bytes : asked([&] { return store_->multiGet(keys); }))
-      values.emplace_back(bytes.begin(), bytes.end());
-    return values;
-  }
-  bool has(const std::string& key) override {
-    return asked([&] { return store_->check({key}); });
-  }
   /// Asks again and again, later and later: a wait of the store's own would hold its connection, and warn at every
   /// deadline.
-  bool wait(const std::vector<std::string>& keys, Deadline deadline) override {
+  std::optional<std::string> get(const std::string& key, Deadline deadline) override {
     const auto begin = std::chrono::steady_clock::now();
-    while (!asked([&] { return store_->check(keys); })) {
+    while (!check(key)) {
       const auto now = std::chrono::steady_clock::now();
-      if (now >= deadline) return false;
+      if (now >= deadline) return std::nullopt;
       const auto pause = std::clamp<std::chrono::steady_clock::duration>((now - begin) / 8, kLeastPause, kMostPause);
       std::this_thread::sleep_until(std::min(deadline, now + pause));
     }
-    return true;
+    const std::vector<uint8_t> bytes = asked([&] { return store_->get(key); });
+    return std::string(bytes.begin(), bytes.end());
   }
-  int64_t add(const std::string& key) override {
-    return asked([&] { return store_->add(key, 1); });
+  bool check(const std::string& key) override {
+    return asked([&] { return store_->check({key}); });
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return asked([&] { return store_->add(key, amount); });
+  }
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override {
+    return asked([&] { return store_->compareSet(key, expected, desired); });
+  }
+  void append(const std::string& key, const std::string& value) override {
+    if (!store_->hasExtendedApi()) return Store::append(key, value);
+    asked([&] { store_->append(key, std::vector<uint8_t>(value.begin(), value.end())); });
   }
   void erase(const std::string& key) override {
     asked([&] { store_->deleteKey(key); });

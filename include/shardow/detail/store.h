@@ -3,29 +3,37 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
-#include <vector>
 
 #include "shardow/group.h"
 
 #pragma GCC visibility push(default)
 namespace shardow {
 
-/// Keys and values that all ranks reach; kPeerFailed where it is gone. Holds any bytes; is asked for, and to erase,
-/// keys that are there alone.
+/// Keys and values that all ranks reach: c10d's, etcd, this process's memory. One thread at a time; kPeerFailed where
+/// it is gone. Values are any bytes, up to 4 MiB each.
 class Store {
  public:
   virtual ~Store() = default;
-  virtual void set(const std::string& key, const std::string& value) = 0;  ///< up to 4 MiB
+  virtual void set(const std::string& key, const std::string& value) = 0;
 
-  /// Atomic: sets it where none is; returns what is there.
-  virtual std::string set_first(const std::string& key, const std::string& value) = 0;
+  /// Waits for the key; nothing where it is not there by then.
+  virtual std::optional<std::string> get(const std::string& key, Deadline deadline) = 0;
 
-  virtual std::vector<std::string> get(const std::vector<std::string>& keys) = 0;  ///< which are there
-  virtual bool has(const std::string& key) = 0;
-  virtual bool wait(const std::vector<std::string>& keys, Deadline deadline) = 0;  ///< for all; false: not by then
-  virtual int64_t add(const std::string& key) = 0;                                 ///< adds 1, returns the sum
-  virtual void erase(const std::string& key) = 0;
+  virtual bool check(const std::string& key) = 0;  ///< whether it is there now
+
+  /// Atomic. Returns the sum; a key that is not there counts as 0.
+  virtual int64_t add(const std::string& key, int64_t amount) = 0;
+
+  /// Atomic: `desired` in place of `expected`. Returns what is there then; a key that is not there counts as empty, and
+  /// is made where `expected` is.
+  virtual std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) = 0;
+
+  /// Atomic. Override it where the store can append.
+  virtual void append(const std::string& key, const std::string& value);
+
+  virtual void erase(const std::string& key) = 0;  ///< whether it is there or not
 };
 
 /// The store starts empty, and is for this Group alone. The n-th Group that a rank makes of a store acts with the n-th

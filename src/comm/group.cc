@@ -1,0 +1,183 @@
+// The groups of one process and of a store. Every operation of the latter is a round (rounds.h), in which a rank brings
+// its call as well, described in full, so that ranks that disagree about length, root or operation are told so instead
+// of being served: all of them, since all learn the same verdict.
+#include "shardow/group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <span>
+#include <utility>
+
+#include "base/errors.h"
+#include "comm/memory_store.h"
+#include "comm/rounds.h"
+#include "shardow/detail/store.h"
+
+namespace shardow {
+namespace {
+
+using base::fail;
+using comm::Rounds;
+
+const char* op_name(Group::Op op) {
+  switch (op) {
+    case Group::Op::kSum: return "sum";
+    case Group::Op::kMax: return "max";
+    case Group::Op::kXor: break;
+  }
+  return "xor";
+}
+
+uint64_t combined(uint64_t a, uint64_t b, Group::Op op) {
+  switch (op) {
+    case Group::Op::kSum: return a + b;
+    case Group::Op::kMax: return std::max(a, b);
+    case Group::Op::kXor: break;
+  }
+  return a ^ b;
+}
+
+std::string_view text_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+void copy_into(std::span<std::byte> bytes, std::string_view from) {
+  if (!bytes.empty()) std::memcpy(bytes.data(), from.data(), bytes.size());  // an empty span may have no address
+}
+
+class StoreGroup final : public Group {
+ public:
+  StoreGroup(std::unique_ptr<Store> store, int rank, int size)
+      : store_(std::move(store)),
+        rank_(rank),
+        size_(size),
+        keys_(fmt::format("shardow/{}/", store_->add(fmt::format("shardow/groups/{}", rank), 1))),
+        gone_(keys_ + "gone"),
+        all_(*store_, {keys_ + "all/", gone_, numbers(size), static_cast<size_t>(rank)}) {}
+
+  ~StoreGroup() override {
+    try {
+      store_->append(gone_, fmt::format("{} ", rank_));
+    } catch (...) {  // so is the store
+    }
+  }
+
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+
+  void begin(std::string_view call, std::chrono::milliseconds) override { call_ = fmt::format("{}: ", call); }
+
+  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
+    return all_.meet(next("all_gather()"), mine, nullptr, deadline).everybody;
+  }
+
+  Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
+    Rounds::Met met = all_.meet(next("decide()"), mine, &decide, deadline);
+    return {std::move(met.common), std::move(met.own)};
+  }
+
+  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
+    const auto bytes = std::as_writable_bytes(values);
+    const Decide combine = [&](const std::vector<std::string>& everybody) {
+      std::vector<uint64_t> sum(values.size()), theirs(values.size());
+      copy_into(std::as_writable_bytes(std::span(sum)), everybody.front());
+      for (size_t rank = 1; rank < everybody.size(); ++rank) {
+        copy_into(std::as_writable_bytes(std::span(theirs)), everybody[rank]);
+        for (size_t i = 0; i < sum.size(); ++i) sum[i] = combined(sum[i], theirs[i], op);
+      }
+      return Decision{std::string(text_of(std::as_bytes(std::span(sum))))};
+    };
+    const std::string call = next(fmt::format("all_reduce({}, {} values)", op_name(op), values.size()));
+    copy_into(bytes, all_.meet(call, text_of(bytes), &combine, deadline).common);
+  }
+
+  void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
+    const std::string call = next(fmt::format("broadcast({} bytes from rank {})", bytes.size(), root));
+    const Rounds::Met met = all_.meet(call, rank_ == root ? text_of(bytes) : std::string_view(), nullptr, deadline);
+    // After the round: every rank learns of a wrong root, and none is left waiting.
+    if (root < 0 || root >= size_) fail(Code::kInvalidArgument, "{} in a group of {}", call, size_);
+    if (rank_ != root) copy_into(bytes, met.everybody[static_cast<size_t>(root)]);
+  }
+
+  void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
+    pass(rank_, to, bytes.size(), text_of(bytes), deadline);
+  }
+
+  void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
+    copy_into(bytes, pass(from, rank_, bytes.size(), {}, deadline).everybody.front());
+  }
+
+ private:
+  static std::vector<int> numbers(int size) {
+    std::vector<int> ranks(static_cast<size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return ranks;
+  }
+
+  /// A round of two ranks, which no other waits for.
+  Rounds::Met pass(int from, int to, size_t bytes, std::string_view mine, Deadline deadline) {
+    const int peer = rank_ == from ? to : from;
+    if (peer < 0 || peer >= size_ || peer == rank_)
+      fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank_, size_, peer);
+    const Rounds::Place place{fmt::format("{}{}>{}/", keys_, from, to), gone_, {from, to}, rank_ == from ? 0u : 1u};
+    Rounds& pair = pairs_.try_emplace({from, to}, *store_, place).first->second;
+    return pair.meet(fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to), mine, nullptr, deadline);
+  }
+
+  /// The round's name: what it does, and for which call.
+  std::string next(const std::string& operation) {
+    std::string name = call_ + operation;
+    constexpr std::string_view kLater = "a later step of ";
+    if (!call_.empty() && !call_.starts_with(kLater)) call_.insert(0, kLater);
+    return name;
+  }
+
+  const std::unique_ptr<Store> store_;
+  const int rank_, size_;
+  const std::string keys_, gone_;  // gone_: of the ranks that have left
+  Rounds all_;
+  std::map<std::pair<int, int>, Rounds> pairs_;  // by who sends and who receives
+  std::string call_;                             // under way, as it stands before a round's operation
+};
+
+/// Of one rank, for whom every collective is the identity.
+class Solo final : public Group {
+ public:
+  int rank() const noexcept override { return 0; }
+  int size() const noexcept override { return 1; }
+  std::vector<std::string> all_gather(std::string_view mine, Deadline) override { return {std::string(mine)}; }
+  void all_reduce(std::span<uint64_t>, Op, Deadline) override {}
+  void broadcast(std::span<std::byte>, int root, Deadline) override {
+    if (root != 0) fail(Code::kInvalidArgument, "broadcast from rank {} in a group of 1", root);
+  }
+  void send(std::span<const std::byte>, int to, Deadline) override {
+    fail(Code::kInvalidArgument, "rank 0 of 1 sends to rank {}", to);
+  }
+  void recv(std::span<std::byte>, int from, Deadline) override {
+    fail(Code::kInvalidArgument, "rank 0 of 1 receives from rank {}", from);
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Group> store_group(std::unique_ptr<Store> store, int rank, int size) {
+  if (rank < 0 || rank >= size) fail(Code::kInvalidArgument, "a group of {} ranks has no rank {}", size, rank);
+  return std::make_unique<StoreGroup>(std::move(store), rank, size);
+}
+
+std::vector<std::unique_ptr<Group>> threads(int n) {
+  if (n < 1) fail(Code::kInvalidArgument, "a group of {} ranks; at least 1 is needed", n);
+  const auto shelf = std::make_shared<comm::MemoryStore::Shelf>();
+  std::vector<std::unique_ptr<Group>> groups;
+  for (int rank = 0; rank < n; ++rank)
+    groups.push_back(store_group(std::make_unique<comm::MemoryStore>(shelf), rank, n));
+  return groups;
+}
+
+std::unique_ptr<Group> solo() {
+  return std::make_unique<Solo>();
+}
+
+}  // namespace shardow

@@ -13,6 +13,7 @@
 #include "base/errors.h"
 #include "comm/memory_store.h"
 #include "comm/rounds.h"
+#include "comm/wire.h"
 #include "shardow/detail/store.h"
 
 namespace shardow {
@@ -55,11 +56,13 @@ class StoreGroup final : public Group {
         size_(size),
         keys_(fmt::format("shardow/{}/", store_->add(fmt::format("shardow/groups/{}", rank), 1))),
         gone_(keys_ + "gone"),
-        all_(*store_, {keys_ + "all/", gone_, numbers(size), static_cast<size_t>(rank)}) {}
+        all_({*store_, keys_ + "all/", gone_, numbers(size), static_cast<size_t>(rank)}) {}
 
   ~StoreGroup() override {
     try {
-      store_->append(gone_, fmt::format("{} ", rank_));
+      comm::Sender out;
+      out.number(rank_);
+      store_->append(gone_, out.bytes());
     } catch (...) {  // so is the store
     }
   }
@@ -121,9 +124,11 @@ class StoreGroup final : public Group {
     const int peer = rank_ == from ? to : from;
     if (peer < 0 || peer >= size_ || peer == rank_)
       fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank_, size_, peer);
-    const Rounds::Place place{fmt::format("{}{}>{}/", keys_, from, to), gone_, {from, to}, rank_ == from ? 0u : 1u};
-    Rounds& pair = pairs_.try_emplace({from, to}, *store_, place).first->second;
-    return pair.meet(fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to), mine, nullptr, deadline);
+    const std::string keys = fmt::format("{}{}>{}/", keys_, from, to);
+    const comm::Meeting meeting{*store_, keys, gone_, {from, to}, rank_ == from ? 0u : 1u};
+    return pairs_.try_emplace(keys, meeting)
+        .first->second.meet(fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to), mine, nullptr,
+                            deadline);
   }
 
   /// The round's name: what it does, and for which call.
@@ -138,26 +143,8 @@ class StoreGroup final : public Group {
   const int rank_, size_;
   const std::string keys_, gone_;  // gone_: of the ranks that have left
   Rounds all_;
-  std::map<std::pair<int, int>, Rounds> pairs_;  // by who sends and who receives
-  std::string call_;                             // under way, as it stands before a round's operation
-};
-
-/// Of one rank, for whom every collective is the identity.
-class Solo final : public Group {
- public:
-  int rank() const noexcept override { return 0; }
-  int size() const noexcept override { return 1; }
-  std::vector<std::string> all_gather(std::string_view mine, Deadline) override { return {std::string(mine)}; }
-  void all_reduce(std::span<uint64_t>, Op, Deadline) override {}
-  void broadcast(std::span<std::byte>, int root, Deadline) override {
-    if (root != 0) fail(Code::kInvalidArgument, "broadcast from rank {} in a group of 1", root);
-  }
-  void send(std::span<const std::byte>, int to, Deadline) override {
-    fail(Code::kInvalidArgument, "rank 0 of 1 sends to rank {}", to);
-  }
-  void recv(std::span<std::byte>, int from, Deadline) override {
-    fail(Code::kInvalidArgument, "rank 0 of 1 receives from rank {}", from);
-  }
+  std::map<std::string, Rounds> pairs_;  // by their keys
+  std::string call_;                     // under way, as it stands before a round's operation
 };
 
 }  // namespace
@@ -177,7 +164,7 @@ std::vector<std::unique_ptr<Group>> threads(int n) {
 }
 
 std::unique_ptr<Group> solo() {
-  return std::make_unique<Solo>();
+  return std::move(threads(1)[0]);
 }
 
 }  // namespace shardow

@@ -4,37 +4,78 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "base/mutex.h"
 #include "shardow/detail/store.h"
 
 namespace shardow::comm {
 
+using Values = std::map<std::string, std::string>;
+
+/// What Store::add() does.
+inline int64_t added(Values& values, const std::string& key, int64_t amount) {
+  std::string& value = values[key];
+  value = std::to_string((value.empty() ? 0 : std::stoll(value)) + amount);
+  return std::stoll(value);
+}
+
+/// What Store::compare_set() does.
+inline std::string compared(Values& values, const std::string& key, const std::string& expected,
+                            const std::string& desired) {
+  const auto found = expected.empty() ? values.try_emplace(key).first : values.find(key);
+  if (found == values.end()) return "";
+  if (found->second == expected) found->second = desired;
+  return found->second;
+}
+
 class MemoryStore final : public Store {
  public:
   struct Shelf {
     base::Mutex mutex;
     base::Condition changed;
-    std::map<std::string, std::string> values SHARDOW_GUARDED_BY(mutex);
+    Values values SHARDOW_GUARDED_BY(mutex);
   };
 
   explicit MemoryStore(std::shared_ptr<Shelf> shelf) : shelf_(std::move(shelf)) {}
 
-  void set(const std::string& key, const std::string& value) override;
-  std::optional<std::string> get(const std::string& key, Deadline deadline) override;
-  bool check(const std::string& key) override;
-  int64_t add(const std::string& key, int64_t amount) override;
-  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override;
-  void append(const std::string& key, const std::string& value) override;
-  void erase(const std::string& key) override;
+  void set(const std::string& key, const std::string& value) override {
+    const base::Lock lock(shelf_->mutex);
+    shelf_->values[key] = value;
+    shelf_->changed.notify_all();
+  }
+
+  std::optional<std::string> get(const std::string& key, Deadline deadline) override {
+    const base::Lock lock(shelf_->mutex);
+    for (bool in_time = true;; in_time = shelf_->changed.wait_until(shelf_->mutex, deadline)) {
+      if (const auto found = shelf_->values.find(key); found != shelf_->values.end()) return found->second;
+      if (!in_time) return std::nullopt;
+    }
+  }
+
+  bool check(const std::string& key) override {
+    const base::Lock lock(shelf_->mutex);
+    return shelf_->values.contains(key);
+  }
+
+  int64_t add(const std::string& key, int64_t amount) override {
+    const base::Lock lock(shelf_->mutex);
+    return added(shelf_->values, key, amount);
+  }
+
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override {
+    const base::Lock lock(shelf_->mutex);
+    shelf_->changed.notify_all();
+    return compared(shelf_->values, key, expected, desired);
+  }
+
+  void erase(const std::string& key) override {
+    const base::Lock lock(shelf_->mutex);
+    shelf_->values.erase(key);
+  }
 
  private:
   const std::shared_ptr<Shelf> shelf_;
 };
-
-/// What Store::add() and Store::compare_set() do to values in a map.
-int64_t added(std::map<std::string, std::string>& values, const std::string& key, int64_t amount);
-std::string compared(std::map<std::string, std::string>& values, const std::string& key, const std::string& expected,
-                     const std::string& desired);
 
 }  // namespace shardow::comm

@@ -14,9 +14,9 @@
 //      then whether somebody who is missing has left, or whoever had to give the verdict has. Who waited in vain looks
 //      up the bits: either ranks are missing, and the verdict says which, or it gives the verdict in another's place.
 //      compare_set keeps the first
-//   5. a good verdict means that all have come, so what lies behind the round is deleted, by the first ranks that came
+//   5. a good verdict means that all have come, so what lies behind the round is erased, by the first ranks that came
 //      to it. Of a round that was not good, or that a rank has left, nobody knows who wrote what: each of its keys has
-//      a rank that deletes it once a later one is good. A rank that comes to a round that is over reads its verdict
+//      a rank that erases it once a later one is good. A rank that comes to a round that is over reads its verdict
 //
 // Where all is well and nobody has words that is at most four operations for each rank: compare_set, add, get or its
 // part of the last one's, erase. shardow/ranks/rounds.py is the same for Python.
@@ -32,53 +32,30 @@
 
 namespace shardow::comm {
 
-/// One rank's end of the rounds of `ranks`, in whose order words are.
+/// Who meets, and where; `index` is this rank's among them.
+struct Meeting {
+  Store& store;
+  std::string keys, gone;  ///< what keys begin with, and the key of ranks that have left
+  std::vector<int> ranks;  ///< by whose order words are; for messages
+  size_t index;
+};
+
+/// One rank's end of the rounds of a meeting.
 class Rounds {
  public:
-  struct Place {
-    std::string keys;        ///< what they begin with
-    std::string gone;        ///< the key of ranks that have left
-    std::vector<int> ranks;  ///< for messages
-    size_t index;            ///< this rank's among them
-  };
-
-  Rounds(Store& store, Place place);
+  explicit Rounds(Meeting meeting) : meeting_(std::move(meeting)) {}
 
   struct Met {
-    std::string common, own;             ///< of a verdict that was decided
-    std::vector<std::string> everybody;  ///< by rank, without `decide`
+    std::string common, own;             ///< of what was decided
+    std::vector<std::string> everybody;  ///< without `decide`: every rank's words
   };
 
-  /// The next round. `decide`, on one rank, of everybody's words, unless all are empty; where it is null all ranks take
-  /// everybody's away. Throws on all ranks what it throws, kInvalidArgument where calls differ, kTimeout and
-  /// kPeerFailed naming who did not come.
+  /// The next round. `decide`, on one rank, of everybody's words, unless all are empty. Throws on all ranks what it
+  /// throws, kInvalidArgument where calls differ, kTimeout and kPeerFailed naming who did not come.
   Met meet(const std::string& call, std::string_view mine, const Group::Decide* decide, Deadline deadline);
 
  private:
-  struct Turn;
-
-  void come(Turn& turn, const Group::Decide* decide, Deadline deadline);
-  bool tell(Turn& turn);
-  bool count(Turn& turn, bool has_words, bool* any_words);
-  std::string wait(Turn& turn, Deadline deadline);
-  std::string who_is_missing(Turn& turn);
-  void sum_up(Turn& turn, bool any_words, const Group::Decide* decide);
-  std::string decided(Turn& turn, const Group::Decide& decide);
-  void read_everybody(Turn& turn, bool any_words);
-  Met end(Turn& turn);
-  std::vector<std::string> left_by(const Turn& turn) const;
-
-  std::string key(int64_t number, std::string_view what) const;
-  std::vector<int> missing(int64_t number);
-  std::string propose(int64_t number, const std::string& body);
-  std::string failure_for(const std::string& call, const std::vector<int>& missing);
-  void put(const std::string& key, std::string_view value, std::vector<std::string>& written);
-  std::string get(const std::string& key);
-  int members() const;
-
-  Store& store_;
-  const Place place_;
-  const int size_, lanes_, lane_, bit_;
+  const Meeting meeting_;
   int64_t next_ = 0;
   std::optional<std::string> before_ = "";  // the last round's verdict; nothing: it was left
   std::vector<std::string> old_;            // keys to erase once a round was good

@@ -11,6 +11,7 @@
 
 #include "base/mutex.h"
 #include "comm/memory_store.h"
+#include "comm/wire.h"
 #include "findings.h"
 
 namespace shardow::comm {
@@ -32,7 +33,6 @@ class CountedStore final : public Store {
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override {
     return counted().compare_set(key, expected, desired);
   }
-  void append(const std::string& key, const std::string& value) override { counted().append(key, value); }
   void erase(const std::string& key) override { counted().erase(key); }
 
   int operations = 0, ends = -1;
@@ -53,7 +53,7 @@ struct Ranks {
     for (int i = 0; i < size; ++i) names[static_cast<size_t>(i)] = i;
     for (size_t i = 0; i < names.size(); ++i) {
       stores.push_back(std::make_unique<CountedStore>(shelf));
-      rounds.push_back(std::make_unique<Rounds>(*stores.back(), Rounds::Place{"r/", "gone", names, i}));
+      rounds.push_back(std::make_unique<Rounds>(Meeting{*stores.back(), "r/", "gone", names, i}));
     }
   }
 
@@ -71,6 +71,12 @@ struct Ranks {
   std::vector<std::unique_ptr<CountedStore>> stores;
   std::vector<std::unique_ptr<Rounds>> rounds;
 };
+
+std::string number(int64_t value) {
+  Sender out;
+  out.number(value);
+  return out.bytes();
+}
 
 const Group::Decide kJoin = [](const std::vector<std::string>& everybody) {
   Group::Decision decision;
@@ -216,7 +222,7 @@ TEST(Rounds, WhoCameAndLeftFailsNobody) {
       const std::jthread leaves([&] {
         MemoryStore store(ranks.shelf);
         while (!store.check("r/0/lane/0")) std::this_thread::yield();
-        store.append("gone", "1 ");
+        store.append("gone", number(1));
       });
       EXPECT_EQ(rounds.meet("call", "b", &kJoin, far()).own, "for b");
     }
@@ -225,7 +231,7 @@ TEST(Rounds, WhoCameAndLeftFailsNobody) {
 
 TEST(Rounds, WhoHasLeftIsNamedToThoseWhoWait) {
   Ranks ranks(3);
-  ranks.stores[2]->append("gone", "2 ");
+  ranks.stores[2]->append("gone", number(2));
   for (const size_t rank : {size_t{0}, size_t{1}}) {
     const Caught got = caught([&] { ranks.rounds[rank]->meet("call", "", nullptr, far()); });
     EXPECT_EQ(got.code, Code::kPeerFailed);

@@ -3,8 +3,8 @@
 #include <latch>
 #include <thread>
 
-#include "comm/delegate.h"
 #include "comm/group_fixture.h"
+#include "delegate.h"
 
 namespace shardow {
 namespace {

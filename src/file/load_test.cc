@@ -1,7 +1,7 @@
 // What a load costs between ranks, and what it says where they ask for different things.
 #include "file/load.h"
 
-#include "comm/delegate.h"
+#include "delegate.h"
 #include "file/checkpoint_fixture.h"
 
 namespace shardow {

@@ -8,7 +8,7 @@
 #include <map>
 #include <mutex>
 
-#include "comm/delegate.h"
+#include "delegate.h"
 #include "file/checkpoint_fixture.h"
 
 namespace shardow {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/turns.h"
-#include "comm/delegate.h"
+#include "delegate.h"
 #include "file/checkpoint_fixture.h"
 
 namespace shardow {

@@ -30,7 +30,7 @@ class Store {
   /// is made where `expected` is.
   virtual std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) = 0;
 
-  /// Atomic. Override it where the store can append.
+  /// Atomic, of values that no two ranks have alike. Override it where the store can append.
   virtual void append(const std::string& key, const std::string& value);
 
   virtual void erase(const std::string& key) = 0;  ///< whether it is there or not

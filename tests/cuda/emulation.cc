@@ -1,5 +1,5 @@
 // A warp: 32 fibers, resumed in an order that the caller draws. Each goes on until it meets the others or ends; when
-// all have arrived, what they brought is put where all can read it, and the next round begins. Warps of a block know
+// all have arrived, whether they agree is put where all can read it, and the next round begins. Warps of a block know
 // nothing of each other here, since no kernel of ours has blocks that meet.
 #include "emulation.h"
 
@@ -37,24 +37,23 @@ class Warp {
     for (unsigned lane = 0; lane < lanes; ++lane) fibers_[lane].begin(&body);
     for (unsigned ended = 0; ended < lanes;) {
       if (random != nullptr) std::shuffle(order_.begin(), order_.begin() + lanes, *random);
+      agree_ = true;
       for (unsigned i = 0; i < lanes; ++i) go_on(order_[i]);
       ended = 0;
       for (unsigned lane = 0; lane < lanes; ++lane) ended += fibers_[lane].ended() ? 1 : 0;
       if (ended > 0 && ended < lanes) refuse("a lane has ended that others wait for");
       if (ended == 0 && lanes < kLanes) refuse("a warp that is not full meets");
-      for (unsigned lane = 1; ended == 0 && lane < lanes; ++lane) {
-        if (meetings_[lane] != meetings_[0]) refuse("lanes of a warp wait in different places");
-      }
-      seen_ = brought_;
+      if (ended == 0 && std::count(meetings_.begin(), meetings_.end(), meetings_[0]) != kLanes)
+        refuse("lanes of a warp wait in different places");
+      agreed_ = agree_;
     }
   }
 
-  const unsigned* meet(Meeting meeting, unsigned brought) {
-    const unsigned lane = lane_;
-    meetings_[lane] = meeting;
-    brought_[lane] = brought;
-    fibers_[lane].leave();
-    return seen_.data();
+  bool meet(Meeting meeting, bool agrees) {
+    meetings_[lane_] = meeting;
+    agree_ = agree_ && agrees;
+    fibers_[lane_].leave();
+    return agreed_;
   }
 
   static Warp& here() {
@@ -71,9 +70,10 @@ class Warp {
   }
 
   std::array<Fiber, kLanes> fibers_;
-  std::array<unsigned, kLanes> order_{}, brought_{}, seen_{};
+  std::array<unsigned, kLanes> order_{};
   std::array<Meeting, kLanes> meetings_{};
   unsigned first_thread_ = 0, lane_ = 0;
+  bool agree_ = true, agreed_ = true;  // in this round, in the one before
 };
 
 }  // namespace
@@ -82,9 +82,9 @@ void check_access(const void* address, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(address) % bytes != 0) refuse("a misaligned address");
 }
 
-const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought) {
+bool meet(Meeting meeting, unsigned mask, bool agrees) {
   if (mask != 0xffffffffu) refuse("a mask that is not the whole warp");
-  return Warp::here().meet(meeting, brought);
+  return Warp::here().meet(meeting, agrees);
 }
 
 /// All that the kernels' library has of this thread's own.

@@ -42,9 +42,9 @@ void check_access(const void* address, size_t bytes);
 
 enum class Meeting { kSync, kAll };
 
-/// All lanes of the warp arrive; returns what they brought. Aborts where lanes come to different meetings or one has
-/// ended.
-const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought);
+/// All lanes of the warp arrive; returns whether all of them agree. Aborts where lanes come to different meetings or
+/// one has ended.
+bool meet(Meeting meeting, unsigned mask, bool agrees);
 
 }  // namespace shardow::fake
 
@@ -69,15 +69,11 @@ inline int __popc(unsigned x) {
 }
 
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  shardow::fake::meet(shardow::fake::Meeting::kSync, mask, 0);
+  shardow::fake::meet(shardow::fake::Meeting::kSync, mask, true);
 }
 
 inline int __all_sync(unsigned mask, int predicate) {
-  const unsigned* const brought = shardow::fake::meet(shardow::fake::Meeting::kAll, mask, predicate != 0);
-  for (int lane = 0; lane < 32; ++lane) {
-    if (brought[lane] == 0) return 0;
-  }
-  return 1;
+  return shardow::fake::meet(shardow::fake::Meeting::kAll, mask, predicate != 0) ? 1 : 0;
 }
 
 template <class T>

@@ -16,8 +16,6 @@
 #include <vector>
 
 #include "fiber.h"
-#include "twins.h"
-
 namespace shardow::fake {
 namespace {
 

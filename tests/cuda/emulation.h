@@ -9,6 +9,8 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <string>
+#include <vector>
 
 #define __global__
 #define __device__
@@ -45,6 +47,21 @@ enum class Meeting { kSync, kAll };
 /// All lanes of the warp arrive; returns whether all of them agree. Aborts where lanes come to different meetings or
 /// one has ended.
 bool meet(Meeting meeting, unsigned mask, bool agrees);
+
+/// A kernel on the host: the same sources, compiled over this (twins.cc).
+struct Twin {
+  std::vector<size_t> sizes;  ///< of the kernel's parameters, in bytes
+  /// What each thread does, with copies of the arguments.
+  std::function<std::function<void()>(void** arguments)> bind;
+};
+
+void touch_shared_memory();  ///< of this thread, so that it is there
+
+/// By the name that the engine asks NVRTC for, "update_kernel<float, BF16>", or by the mangled one; null: none.
+const Twin* twin_of(const std::string& name);
+
+/// "update_kernel<float, BF16>" of "_ZN7shardow7kernels...", which NVRTC and g++ mangle alike.
+std::string plain_name(const std::string& mangled);
 
 }  // namespace shardow::fake
 

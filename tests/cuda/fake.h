@@ -19,14 +19,21 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
-#pragma GCC visibility push(default)
-
 namespace shardow::fake {
+
+/// Variables of the environment say what the fake driver and the fake NVRTC are.
+inline int number_from(const char* variable, int otherwise) {
+  const char* const text = std::getenv(variable);
+  return text != nullptr ? std::atoi(text) : otherwise;
+}
+
+#pragma GCC visibility push(default)
 
 struct Call {
   std::string what;        ///< "malloc", "free", "copy", "launch", "record", "stream waits", "host waits", ...
@@ -68,6 +75,6 @@ void fail_copy(int number, int times = 1) asm("fake_fail_copy");  // and times -
 /// For DrawnTurns: called at each call of the driver and again and again where the host waits, with nothing locked.
 extern std::function<void()> between;
 
-}  // namespace shardow::fake
-
 #pragma GCC visibility pop
+
+}  // namespace shardow::fake

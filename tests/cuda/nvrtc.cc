@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "variables.h"
+#include "fake.h"
 
 namespace {
 

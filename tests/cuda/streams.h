@@ -27,14 +27,11 @@
 
 namespace shardow::fake {
 
-/// The end of an operation; others wait for it.
-struct Mark {
-  bool done = false;
-};
-using MarkPtr = std::shared_ptr<Mark>;
+/// The end of an operation, for which others wait: true when it is done. Null: there was none.
+using Mark = std::shared_ptr<bool>;
 
-inline bool done(const MarkPtr& mark) {
-  return mark == nullptr || mark->done;
+inline bool done(const Mark& mark) {
+  return mark == nullptr || *mark;
 }
 
 /// What an operation does, in parts that may be done in any order. Can be done again: a graph keeps it.
@@ -44,66 +41,69 @@ struct Work {
   std::vector<uint64_t> blocks = {};                      ///< of memory that it was given
 };
 
+struct Operation {
+  Work work;
+  std::vector<Mark> after;
+  Mark mark;
+  std::vector<size_t> order;  ///< of the parts that are left
+};
+
+struct Capture;
+
+struct Stream {
+  int device;
+  void* handle;
+  bool blocking;
+  std::shared_ptr<Capture> capture = nullptr;  ///< of streams that are captured together the same
+  std::deque<Operation> queue = {};
+  Mark last = nullptr;
+  int stalled = 0;
+  std::thread thread = {};
+};
+
 /// All of it is guarded by mutex().
 class Streams {
  public:
-  ~Streams() { stop(); }
-  /// Nothing is left of what was
+  /// Does what there is and ends the threads; nothing is left of what was
   void start(std::optional<uint64_t> seed, bool threads) {
-    stop();
+    {
+      const std::lock_guard lock(mutex_);
+      if (!threads_) everything();
+      ending_ = true;
+      changed_.notify_all();
+    }
+    for (Stream& stream : streams_) {
+      if (stream.thread.joinable()) stream.thread.join();
+    }
     streams_.clear();
-    random_.reset();
-    if (seed) random_.emplace(*seed);
+    random_ = seed ? std::optional<Random>(*seed) : std::nullopt;
     eagerness_ = random_ ? static_cast<unsigned>((*random_)() % 4) : 0;
     threads_ = threads;
     ending_ = false;
     until_broken = -1;
   }
-  /// Does what there is and ends the threads
-  void stop() {
-    {
-      std::unique_lock lock(mutex_);
-      if (!threads_) everything();
-      ending_ = true;
-      for (Stream& stream : streams_) stream.changed.notify_all();
-    }
-    for (Stream& stream : streams_) {
-      if (stream.thread.joinable()) stream.thread.join();
-    }
-  }
-
-  struct Kind {
-    int device;
-    bool blocking;
-  };
-
   /// A handle that none has had before
   void* make(int device, bool blocking) {
     return begin(device, reinterpret_cast<void*>(last_handle_ += 16), blocking).handle;
   }
-  /// Ends its handle; what it has is still done. False: there is none.
-  bool retire(void* handle) {
-    const auto stream =
-        std::find_if(streams_.begin(), streams_.end(), [&](const Stream& known) { return known.handle == handle; });
-    if (handle == nullptr || stream == streams_.end()) return false;
-    stream->handle = &*stream;
-    return true;
-  }
-  std::optional<Kind> kind_of(void* handle) const {
-    for (const Stream& stream : streams_) {
-      if (stream.handle == handle) return Kind{stream.device, stream.blocking};
+  /// Null: none has that handle, or the device's default stream has not been used
+  Stream* find(int device, void* handle) {
+    for (Stream& stream : streams_) {
+      if (stream.handle == handle && (handle != nullptr || stream.device == device)) return &stream;
     }
-    return std::nullopt;
+    return nullptr;
   }
+  /// Every stream there is, also those whose handles are gone
+  std::list<Stream>& all() { return streams_; }
   /// The mark of its end
-  MarkPtr add(int device, void* handle, Work work, std::vector<MarkPtr> after = {}) {
-    Stream& stream = find(device, handle);
+  Mark add(int device, void* handle, Work work, std::vector<Mark> after = {}) {
+    Stream& stream = at(device, handle);
     for (const Stream& other : streams_) {
       const bool meet = other.device == stream.device && other.blocking && stream.blocking &&
                         (handle == nullptr) != (other.handle == nullptr);
       if (meet && !done(other.last)) after.push_back(other.last);
     }
-    Operation operation{std::move(work), std::move(after), std::make_shared<Mark>(), {}};
+    Operation operation{std::move(work), std::move(after), std::make_shared<bool>(false), {}};
     operation.order.resize(operation.work.parts);
     std::iota(operation.order.begin(), operation.order.end(), size_t{0});
     if (random_) {
@@ -111,29 +111,22 @@ class Streams {
       if ((*random_)() % 16 == 0) stream.stalled = static_cast<int>((*random_)() % 200);
     }
     stream.last = operation.mark;
-    const MarkPtr mark = operation.mark;
     stream.queue.push_back(std::move(operation));
-    if (threads_) {
-      stream.changed.notify_all();
-    } else if (!random_) {
-      everything();
-    }
-    return mark;
+    changed_.notify_all();
+    if (!threads_ && !random_) everything();
+    return stream.last;
   }
-  /// The mark of what the stream has by now; null: nothing.
-  MarkPtr last(int device, void* handle) { return find(device, handle).last; }
-  /// The marks of all there is.
-  std::vector<MarkPtr> all(std::optional<int> device) const {
-    std::vector<MarkPtr> marks;
-    for (const Stream& stream : streams_) {
-      if (!device || stream.device == *device) marks.push_back(stream.last);
-    }
-    return marks;
+  /// A device's default stream is there when it is first used
+  Stream& at(int device, void* handle) {
+    if (Stream* const stream = find(device, handle)) return *stream;
+    if (handle == nullptr) return begin(device, nullptr, true);
+    std::fprintf(stderr, "a stream that is gone, or was never made\n");
+    std::abort();
   }
 
   /// Returns when done() holds. `lock` is of mutex().
   void until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& holds) {
-    if (threads_) return done_.wait(lock, holds);
+    if (threads_) return changed_.wait(lock, holds);
     while (!holds()) {
       const bool moved = advance_one();
       if (!pass(lock) && !moved && !holds()) {
@@ -179,41 +172,13 @@ class Streams {
   }
   /// Operations until the device fails for good, and every call says so; 0: it has; < 0: it does not.
   int until_broken = -1;
+  bool broken() const { return until_broken == 0; }
 
   std::mutex& mutex() { return mutex_; }
 
  private:
-  struct Operation {
-    Work work;
-    std::vector<MarkPtr> after;
-    MarkPtr mark;
-    std::vector<size_t> order;  // of the parts that are left
-  };
-  struct Stream {
-    int device;
-    void* handle;
-    bool blocking;
-    std::deque<Operation> queue;
-    MarkPtr last;
-    int stalled = 0;
-    std::thread thread;
-    std::condition_variable changed;
-  };
-
-  /// A device's default stream is there when it is first used.
-  Stream& find(int device, void* handle) {
-    for (Stream& stream : streams_) {
-      if (stream.handle == handle && (handle != nullptr || stream.device == device)) return stream;
-    }
-    if (handle == nullptr) return begin(device, nullptr, true);
-    std::fprintf(stderr, "a stream that is gone, or was never made\n");
-    std::abort();
-  }
   Stream& begin(int device, void* handle, bool blocking) {
-    Stream& stream = streams_.emplace_back();
-    stream.device = device;
-    stream.handle = handle;
-    stream.blocking = blocking;
+    Stream& stream = streams_.emplace_back(Stream{device, handle, blocking});
     if (threads_) stream.thread = std::thread([this, &stream] { work(stream); });
     return stream;
   }
@@ -248,14 +213,14 @@ class Streams {
   }
   void end(Stream& stream) {
     if (stream.queue.front().work.part && until_broken > 0) --until_broken;
-    stream.queue.front().mark->done = true;
+    *stream.queue.front().mark = true;
     stream.queue.pop_front();
   }
   /// A stream's thread. Operations are carried out with nothing locked, so that the sanitizer sees what meets.
   void work(Stream& stream) {
     std::unique_lock lock(mutex_);
     for (;;) {
-      stream.changed.wait(lock, [&] { return ready(stream) || (ending_ && stream.queue.empty()); });
+      changed_.wait(lock, [&] { return ready(stream) || (ending_ && stream.queue.empty()); });
       if (stream.queue.empty()) return;
       const Operation& first = stream.queue.front();
       const bool works = first.work.part && !broken();
@@ -263,8 +228,7 @@ class Streams {
       for (size_t part = 0; works && part < first.work.parts; ++part) first.work.part(part, nullptr);
       lock.lock();
       end(stream);
-      done_.notify_all();
-      for (Stream& other : streams_) other.changed.notify_all();
+      changed_.notify_all();
     }
   }
   bool pass(std::unique_lock<std::mutex>& lock) {
@@ -274,7 +238,6 @@ class Streams {
     lock.lock();
     return true;
   }
-  bool broken() const { return until_broken == 0; }
 
   std::mutex mutex_;
   std::list<Stream> streams_;  // in the order in which they were met, which does not depend on addresses
@@ -282,7 +245,7 @@ class Streams {
   unsigned eagerness_ = 0;
   bool threads_ = false, ending_ = false;
   uintptr_t last_handle_ = 0x1000;
-  std::condition_variable done_;
+  std::condition_variable changed_;
 };
 
 }  // namespace shardow::fake

@@ -1,5 +1,3 @@
-#include "twins.h"
-
 #include <cxxabi.h>
 
 #include <cstdlib>

@@ -13,7 +13,6 @@
 #include "fake.h"
 #include "memory.h"
 #include "streams.h"
-#include "twins.h"
 
 namespace shardow::fake {
 
@@ -45,14 +44,14 @@ enum CaptureMode { kGlobal, kThreadLocal, kRelaxed };
 
 struct Capture {
   Graph graph;
-  void* origin;
+  void* origin;  ///< the stream that it began with
   CaptureMode mode;
   std::thread::id thread;
   bool invalid = false;
 };
 
 struct Event {
-  MarkPtr mark;  ///< of the last record; null: none
+  Mark mark;  ///< of the last record
   int device = 0;
   std::shared_ptr<Capture> captured;  ///< the record is in this capture
 };
@@ -74,11 +73,10 @@ struct Session {
   std::vector<Call> log = {};
   std::set<int> contexts = {};
   std::map<std::pair<int, int>, void*> users_streams = {};
-  int until_allocation_fails = -1, until_copy_fails = -1, times = 0;
-  bool drops_waits = false;  ///< cuStreamWaitEvent does nothing, to show that it is missed
+  int until_allocation_fails = -1;
+  int num_copies = 0, failing_from = 0, failing_to = 0;  ///< copies from one number to another one fail
+  bool drops_waits = false;                              ///< cuStreamWaitEvent does nothing, to show that it is missed
   int64_t copied_to_host = 0, copied_to_device = 0;
-  std::map<void*, std::shared_ptr<Capture>> captures =
-      {};  ///< by stream; of streams that are captured together the same
 };
 
 __attribute__((visibility("default"))) int current_device();  // of this thread; -1: it has no context
@@ -99,13 +97,11 @@ struct World : Session {
 
 __attribute__((visibility("default"))) World& world();  // which tests look at where nothing is under way
 std::unique_lock<std::mutex> locked();
-std::unique_lock<std::mutex> called();  ///< at each call: the device goes on, and others have their turns
-Result state();                         ///< not kSuccess where the device has failed for good
 
 Work on_device(Work work);  ///< work that reaches the device's memory
 
 inline bool broken() {
-  return world().streams.until_broken == 0;
+  return world().streams.broken();
 }
 
 }  // namespace shardow::fake

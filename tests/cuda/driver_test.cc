@@ -23,6 +23,7 @@ using kernels::cuda::DeviceGuard;
 using kernels::cuda::driver;
 using kernels::testing::Current;
 using kernels::testing::graph_calls;
+using kernels::testing::Recording;
 
 using namespace fake;  // its results
 
@@ -147,18 +148,16 @@ class FakeCapture : public FakeDevice {
 
   Outcome outcome(int mode, bool elsewhere, const std::function<int()>& call) {
     start(std::nullopt);
-    graph_calls().begin_capture(stream(1), mode);
     int status = 0;
     const auto with_context = [&] {
       const Current current(0);
       status = call();
     };
-    elsewhere ? std::thread(with_context).join() : with_context();
-    void* graph = nullptr;
-    const int end = graph_calls().end_capture.status(stream(1), &graph);
-    EXPECT_EQ(end, graph == nullptr ? kCaptureInvalidated : 0);
-    if (graph != nullptr) graph_calls().destroy(graph);
-    return {status, graph == nullptr};
+    const Recording recording({{0, stream(1)}}, mode,
+                              [&] { elsewhere ? std::thread(with_context).join() : with_context(); });
+    const bool lost = recording.graphs.at(0).graph == nullptr;
+    EXPECT_EQ(recording.status, lost ? kCaptureInvalidated : 0);
+    return {status, lost};
   }
 };
 
@@ -226,14 +225,11 @@ TEST_F(FakeCapture, IsLostInAnyModeByWhatConflictsWithIt) {
 
 TEST_F(FakeCapture, AGraphOfFreedMemoryIsNotReplayed) {
   start(std::nullopt);
-  graph_calls().begin_capture(stream(1), kGlobal);
-  ASSERT_EQ(copy(stream(1)), 0);
-  void *graph = nullptr, *replay = nullptr;
-  graph_calls().end_capture(stream(1), &graph);
-  graph_calls().instantiate(&replay, graph, 0);
-  EXPECT_EQ(graph_calls().launch.status(replay, stream(1)), 0);
+  const std::map<int, void*> streams{{0, stream(1)}};
+  const Recording recording(streams, kGlobal, [&] { ASSERT_EQ(copy(stream(1)), 0); });
+  EXPECT_EQ(recording.launch(streams), 0);
   kernels::cuda::release(number_, 0);
-  EXPECT_EQ(graph_calls().launch.status(replay, stream(1)), kIllegalAddress);
+  EXPECT_EQ(recording.launch(streams), kIllegalAddress);
 }
 
 using FakeDeviceDeathTest = FakeDevice;

@@ -1,7 +1,9 @@
 // Functions of CUDA's driver that tests use and the engine does not: captures, graphs, questions to streams.
 #pragma once
 
-#include <dlfcn.h>
+#include <functional>
+#include <map>
+#include <vector>
 
 #include "kernels/cuda_driver.h"
 
@@ -38,6 +40,52 @@ class Current {
   }
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
+};
+
+using StreamsByDevice = std::map<int, void*>;
+
+/// The graphs of what fn() gave these streams, as torch captures them.
+class Recording {
+ public:
+  Recording(const StreamsByDevice& streams, int mode, const std::function<void()>& fn) {
+    for (const auto& [device, stream] : streams) {
+      const Current current(device);
+      graph_calls().begin_capture(stream, mode);
+    }
+    fn();
+    for (const auto& [device, stream] : streams) {
+      const Current current(device);
+      Graph& made = graphs.emplace_back(Graph{device, nullptr, nullptr});
+      if (const int code = graph_calls().end_capture.status(stream, &made.graph)) status = code;
+      if (made.graph != nullptr) graph_calls().instantiate(&made.replay, made.graph, 0);
+    }
+  }
+  ~Recording() {
+    for (const Graph& made : graphs) {
+      if (made.graph == nullptr) continue;
+      static_cast<void>(graph_calls().destroy.status(made.graph));
+      static_cast<void>(graph_calls().destroy_replay.status(made.replay));
+    }
+  }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+  /// Not 0: the driver's first refusal
+  int launch(const StreamsByDevice& streams) const {
+    for (const Graph& made : graphs) {
+      const Current current(made.device);
+      if (made.graph == nullptr) continue;
+      if (const int code = graph_calls().launch.status(made.replay, streams.at(made.device))) return code;
+    }
+    return 0;
+  }
+
+  struct Graph {
+    int device;
+    void *graph, *replay;  ///< null where the capture was lost
+  };
+  std::vector<Graph> graphs;
+  int status = 0;  ///< not 0: a capture was lost, and what the driver said
 };
 
 }  // namespace shardow::kernels::testing

@@ -10,7 +10,7 @@
 namespace shardow::testing {
 
 using kernels::testing::Current;
-using kernels::testing::graph_calls;
+using kernels::testing::Recording;
 
 class Program : Comparison {
  public:
@@ -41,11 +41,6 @@ class Program : Comparison {
 
  private:
   static constexpr int kCallersDevice = 2;  // which has none of the weights
-
-  struct Replay {
-    int device;
-    void* graph;
-  };
 
   void do_all() {
     try {
@@ -100,7 +95,7 @@ class Program : Comparison {
     disarm();
     if (faulty_) call([&] { tested_->wait(); });  // an update that failed is taken from the oracle
     const auto expected = averages_of_oracle();
-    std::vector<Replay> empty;
+    std::list<Recording> empty;
     if (can_capture() && one_in(2)) {
       call([&] { tested_->wait(); });
       if (!record([&] { tested_.reset(); }, &empty)) differs("a capture that was lost by the Average's end");
@@ -109,14 +104,13 @@ class Program : Comparison {
     launch(graphs_);
     launch(stale_);
     launch(empty);
-    destroy(empty);
     if (!averages_are(expected)) differs("averages after the end");
   }
 
   /// Graphs, the Average and memory, in this order.
   void release() {
-    destroy(graphs_);
-    destroy(stale_);
+    graphs_.clear();
+    stale_.clear();
     tested_.reset();
     fake::synchronize();
     for (const auto& [memory, device] : allocated_) kernels::cuda::release(memory, device);
@@ -209,8 +203,7 @@ class Program : Comparison {
       view.data = to;
     }
     call([&] { tested_->bind(weights_.tested); });
-    stale_.insert(stale_.end(), graphs_.begin(), graphs_.end());
-    graphs_.clear();
+    stale_.splice(stale_.end(), graphs_);
     const bool frees = one_in(2);
     for (const TensorView& view : before) {
       if (!on_device(view)) continue;
@@ -257,7 +250,7 @@ class Program : Comparison {
   void capture() {
     if (!can_capture()) return update();
     disarm();
-    destroy(graphs_);
+    graphs_.clear();
     leaves_memory_ = true;  // what graphs read
     bool applied = false;
     std::string refused;
@@ -271,7 +264,7 @@ class Program : Comparison {
     if (!kept || applied) differs("a capture that was lost, or an update in it that was counted");
     if (refused.empty()) return;
     note(Error(Code::kUnsupported, refused));
-    destroy(graphs_);
+    graphs_.clear();
     if (!has(Place::kOffloaded)) differs("a capture was refused: " + refused);
     replay();
   }
@@ -317,44 +310,22 @@ class Program : Comparison {
   }
 
   /// Captures what fn() does, after all that was before, as torch does. False where a capture was lost.
-  bool record(const std::function<void()>& fn, std::vector<Replay>* graphs) {
+  bool record(const std::function<void()>& fn, std::list<Recording>* graphs) {
     fake::synchronize();
     const int mode = static_cast<int>(random_() % 3);
-    const auto all = streams();
-    for (const auto& [device, stream] : all) {
-      const Current current(device);
-      graph_calls().begin_capture(stream, mode);
-    }
-    fn();
-    bool kept = true;
-    for (const auto& [device, stream] : all) {
-      const Current current(device);
-      void *graph = nullptr, *replay = nullptr;
-      kept = graph_calls().end_capture.status(stream, &graph) == 0 && kept;
-      if (graph == nullptr) continue;
-      graph_calls().instantiate(&replay, graph, 0);
-      graph_calls().destroy(graph);
-      graphs->push_back({device, replay});
-    }
-    return kept;
+    return graphs->emplace_back(streams(), mode, fn).status == 0;
   }
 
-  void launch(const std::vector<Replay>& graphs) {
+  void launch(const std::list<Recording>& graphs) {
     const auto all = streams();
-    for (const auto& [device, graph] : graphs) {
-      const Current current(device);
-      const int status = graph_calls().launch.status(graph, all.at(device));
+    for (const Recording& recording : graphs) {
+      const int status = recording.launch(all);
       if (fake::broken()) throw Broken();
       if (status != 0) differs("a replay: error " + std::to_string(status));
     }
   }
 
-  void destroy(std::vector<Replay>& graphs) {
-    for (const auto& [device, graph] : graphs) graph_calls().destroy_replay(graph);
-    graphs.clear();
-  }
-
-  std::vector<Replay> graphs_, stale_;   // stale_: of weights that have moved since
+  std::list<Recording> graphs_, stale_;  // stale_: of weights that have moved since
   std::map<void*, int> streams_to_end_;  // that the program made, and their devices
 };
 

@@ -11,12 +11,12 @@
 #include <thread>
 
 #include "base/allocations.h"
-#include "comparison.h"
 #include "file/device.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
 #include "kernels/cuda_driver.h"
 #include "kernels/memory.h"
+#include "program.h"
 #include "shardow/average.h"
 #include "shardow/group.h"
 #include "world.h"

@@ -23,6 +23,7 @@
 #include "drawn_turns.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
+#include "kernels/memory.h"
 #include "kernels/row.h"
 #include "shardow/average.h"
 #include "shardow/checkpoint.h"
@@ -71,18 +72,15 @@ class Program {
   explicit Program(uint64_t seed, Missing missing = Missing::kNothing) : missing_(missing), random_(seed) {}
 
   /// Texts of errors that programs are to meet, and how often all of them did.
-  static std::map<std::string, int>& met() {
-    static std::map<std::string, int> met = {
-        {"was not made, since weights did not reach the host; the averages are those of step", 0},
-        {"blocks: the others did not reach the host. The next call takes it up", 0},
-        {"and the weights may have changed since: load a checkpoint into new averages", 0},
-        {"out of memory", 0},
-        {"elements of the parameters are NaN or Inf, the first in", 0},
-        {"capture update() anew", 0},
-        {"update() while its stream is captured", 0},
-    };
-    return met;
-  }
+  static inline std::map<std::string, int> met = {
+      {"was not made, since weights did not reach the host; the averages are those of step", 0},
+      {"blocks: the others did not reach the host. The next call takes it up", 0},
+      {"and the weights may have changed since: load a checkpoint into new averages", 0},
+      {"out of memory", 0},
+      {"elements of the parameters are NaN or Inf, the first in", 0},
+      {"capture update() anew", 0},
+      {"update() while its stream is captured", 0},
+  };
 
   // Empty, or what differed.
   /// Everything by the seed
@@ -135,42 +133,28 @@ class Program {
     if (difference_.empty()) look_at_driver();
   }
 
+  /// Steps are as likely as they are often here; train() is.
   void go_on() {
+    using P = Program;
+    static constexpr void (P::*kSteps[])() = {
+        &P::wait,    &P::look,    &P::look,   &P::look_at_weights, &P::look_at_counters, &P::swap,          &P::swap,
+        &P::reset,   &P::move,    &P::move,   &P::change_stream,   &P::change_stream,    &P::look_at_files, &P::restart,
+        &P::capture, &P::capture, &P::update, &P::update};
     arm();
     const uint64_t what = random_() % 28;
     calls_ += " " + std::to_string(what);
-    switch (what) {
-      case 0: return call([&] { tested_->wait(); });
-      case 1:
-      case 2: return look();
-      case 3: return look_at(weights_);
-      case 4: return look_at_counters();
-      case 5:
-      case 6: return swap();
-      case 7: return reset();
-      case 8:
-      case 9: return move();
-      case 10:
-      case 11: return change_stream();
-      case 12: return one_in(8) ? look_at_files() : update();
-      case 13: return restart();
-      case 14:
-      case 15: return capture();
-      case 16:
-      case 17: return update();
-      default: return train();
-    }
+    what < std::size(kSteps) ? (this->*kSteps[what])() : train();
   }
 
   /// The Average goes, in a capture now and then. Graphs that were captured of it do nothing any more.
   void end() {
     if (one_in(2)) train();
     disarm();
-    if (faulty_) call([&] { tested_->wait(); });  // an update that failed is taken from the oracle
+    if (faulty_) wait();  // an update that failed is taken from the oracle
     const auto expected = fetch(averages_.oracle);
     std::list<Recording> empty;
     if (can_capture() && one_in(2)) {
-      call([&] { tested_->wait(); });
+      wait();
       if (!record([&] { tested_.reset(); }, &empty)) differs("a capture that was lost by the Average's end");
     }
     tested_.reset();
@@ -185,8 +169,9 @@ class Program {
     graphs_.clear();
     stale_.clear();
     tested_.reset();
+    oracle_.reset();
     fake::synchronize();
-    for (const auto& [memory, device] : allocated_) kernels::cuda::release(memory, device);
+    memory_.clear();
   }
 
   // Calls of the Average and what surrounds them.
@@ -232,6 +217,10 @@ class Program {
     if (!raised.empty()) note(Error(Code::kInternal, raised));
   }
 
+  void wait() {
+    call([&] { tested_->wait(); });
+  }
+
   void swap() {
     const size_t k = random_() % oracle_->size();
     const Weights& into = one_in(3) ? others_ : weights_;
@@ -270,9 +259,9 @@ class Program {
     const std::vector<TensorView> before = weights_.tested;
     for (TensorView& view : weights_.tested) {
       if (!on_device(view)) continue;
-      const size_t bytes = size_of(view);
-      void* const to = device_memory(bytes, view.device.index);
-      fake::enqueue(view.device.index, view.device.stream, [=, from = view.data] { std::memcpy(to, from, bytes); });
+      void* const to = memory_for(view);
+      fake::enqueue(view.device.index, view.device.stream,
+                    [=, bytes = size_of(view), from = view.data] { std::memcpy(to, from, bytes); });
       view.data = to;
     }
     call([&] { tested_->bind(weights_.tested); });
@@ -285,7 +274,7 @@ class Program {
     }
     if (frees) fake::synchronize();
     for (const TensorView& view : before) {
-      if (frees && allocated_.erase(view.data) > 0) kernels::cuda::release(view.data, view.device.index);
+      if (frees && on_device(view)) memory_.erase(view.data);
     }
   }
 
@@ -445,8 +434,8 @@ class Program {
   }
 
   void make() {
-    weights_ = memory_for(DType::kBool);
-    others_ = memory_for(kDTypes[random_() % 4]);
+    weights_ = make_weights(DType::kBool);
+    others_ = make_weights(kDTypes[random_() % 4]);
     write(weights_);
     std::vector<std::vector<TensorView>> averages(options_.schedules.size(), weights_.tested);
     for (auto& views : averages) {
@@ -454,7 +443,7 @@ class Program {
         TensorView& view = views[i];
         view.dtype = options_.dtype;
         if (places_[i] != Place::kBeside) view.device = {};
-        view.data = on_device(view) ? device_memory(size_of(view), view.device.index) : host_memory(size_of(view));
+        view.data = memory_for(view);
         averages_.tested.push_back(view);
       }
     }
@@ -470,27 +459,26 @@ class Program {
   }
 
   /// In every weight's place, of their own dtypes or of that one.
-  Weights memory_for(DType dtype) {
+  Weights make_weights(DType dtype) {
     Weights weights{specs_, specs_};
     for (size_t i = 0; i < specs_.size(); ++i) {
       TensorView &tested = weights.tested[i], &oracle = weights.oracle[i];
       if (dtype != DType::kBool) tested.dtype = oracle.dtype = dtype;
       const int device = first_device_ + static_cast<int>(i) % num_devices_;
-      oracle.data = host_memory(size_of(oracle));
+      oracle.data = memory_for(oracle);
       if (places_[i] != Place::kOnHost) tested.device = {Device::Kind::kCuda, device, fake::stream(device, 1)};
-      tested.data = on_device(tested) ? device_memory(size_of(tested), device) : host_memory(size_of(tested));
+      tested.data = memory_for(tested);
     }
     return weights;
   }
 
-  void* device_memory(size_t bytes, int device) {
-    void* memory = nullptr;
-    call([&] { memory = kernels::cuda::allocate(bytes + 1, device); });
-    allocated_[memory] = device;
-    return memory;
+  void* memory_for(const TensorView& view) {
+    kernels::Memory memory;
+    call([&] { memory = kernels::Memory(size_of(view) + 1, view.device); });
+    void* const data = memory.data();
+    memory_[data] = std::move(memory);
+    return data;
   }
-
-  void* host_memory(size_t bytes) { return host_.emplace_back(std::make_unique<Bytes>(bytes + 1))->data(); }
 
   /// Values of a weight: most in (-1, 1), now and then one that is not finite.
   Bytes draw(const TensorView& view) {
@@ -555,22 +543,18 @@ class Program {
     const auto mend = [&] {
       tested_->wait();
       if (tested_->swapped()) tested_->swap_out();
-      undo_lost_update();
+      if (tested_->stats().step > oracle_->stats().step || tested_->state() == oracle_->state()) return;
+      for (size_t i = 0; i < before_.size(); ++i)
+        std::copy(before_[i].begin(), before_[i].end(), static_cast<std::byte*>(averages_.oracle[i].data));
+      oracle_->set_state(tested_->state());
     };
     call(mend, false);
-  }
-
-  void undo_lost_update() {
-    if (tested_->stats().step > oracle_->stats().step || tested_->state() == oracle_->state()) return;
-    for (size_t i = 0; i < before_.size(); ++i)
-      std::copy(before_[i].begin(), before_[i].end(), static_cast<std::byte*>(averages_.oracle[i].data));
-    oracle_->set_state(tested_->state());
   }
 
   void note(const Error& error) {
     const std::string text = error.what();
     calls_ += " (" + text + ")";
-    for (auto& [part, times] : met()) times += text.find(part) != text.npos ? 1 : 0;
+    for (auto& [part, times] : met) times += text.find(part) != text.npos ? 1 : 0;
   }
 
   void look_at(const Weights& weights) {
@@ -579,7 +563,8 @@ class Program {
     }
   }
 
-  // Comparisons.
+  void look_at_weights() { look_at(weights_); }
+
   void look() {
     std::vector<Bytes> averages;
     call([&] {
@@ -589,33 +574,31 @@ class Program {
     if (averages != fetch(averages_.oracle)) differs("averages");
   }
 
+  std::string counters_of(const Average& average) const {
+    const AverageStats stats = average.stats();
+    const std::string state = average.state();
+    std::string text = "step " + std::to_string(stats.step) + ", updates " + std::to_string(stats.updates);
+    if (faulty_) return text;
+    text += ", held " + std::to_string(stats.held_non_finite) + ", not finite ";
+    if (const auto met_here = average.non_finite()) {
+      text += has(Place::kBeside) ? "some" : std::to_string(met_here->elements);
+      if (!has(Place::kBeside) && num_devices_ == 1) text += " from " + met_here->tensor;
+    }
+    return text + ", state " + state;
+  }
+
   void look_at_counters() {
-    std::string state;
-    AverageStats stats;
-    std::optional<NonFiniteReport> report;
+    std::string tested;
     call([&] {
       tested_->wait();
-      stats = tested_->stats();
-      state = tested_->state();
-      if (!faulty_) report = tested_->non_finite();
+      tested = counters_of(*tested_);
     });
-    const AverageStats expected = oracle_->stats();
-    if (stats.step != expected.step || stats.updates != expected.updates) differs("counters");
-    if (faulty_) return;
-    if (stats.held_non_finite != expected.held_non_finite)
-      differs("what was held: " + std::to_string(stats.held_non_finite) + ", not " +
-              std::to_string(expected.held_non_finite));
-    const auto text = [&](const std::optional<NonFiniteReport>& met) {
-      return !met                  ? "none"
-             : has(Place::kBeside) ? "some"
-                                   : std::to_string(met->elements) + (num_devices_ == 1 ? " from " + met->tensor : "");
-    };
-    const std::string met = text(report), wanted = text(oracle_->non_finite());
-    if (met != wanted) differs("not finite: " + met + ", not " + wanted);
-    if (state != oracle_->state()) differs("states: " + state + " and " + oracle_->state());
+    const std::string expected = counters_of(*oracle_);
+    if (tested != expected) differs("counters: " + tested + ", not " + expected);
   }
 
   void look_at_files() {
+    if (!one_in(8)) return update();
     const auto folder = fs::temp_directory_path() / ("shardow_program_" + std::to_string(::getpid()));
     fs::create_directories(folder);
     leaves_memory_ = true;  // pinned chunks, for the next save
@@ -709,8 +692,7 @@ class Program {
   AverageOptions options_;
   std::vector<TensorView> specs_;
   std::vector<Place> places_;
-  std::map<void*, int> allocated_;  // on devices
-  std::vector<std::unique_ptr<Bytes>> host_;
+  std::map<void*, kernels::Memory> memory_;
   Weights weights_, others_, averages_;  // others_: of another dtype, to swap into; averages_: all of them
   std::unique_ptr<Average> tested_, oracle_;
   std::vector<Bytes> before_;  // the oracle's averages before its last update

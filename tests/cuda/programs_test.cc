@@ -43,7 +43,7 @@ TEST(Programs, Hold) {
     const std::string difference = run(seed);
     ASSERT_EQ(difference, "") << "to see it alone: " << alone(seed);
   }
-  for (const auto& [text, times] : Program::met()) EXPECT_TRUE(times > 0 || count == 1) << "no program met: " << text;
+  for (const auto& [text, times] : Program::met) EXPECT_TRUE(times > 0 || count == 1) << "no program met: " << text;
 }
 
 /// The names of all calls of the driver, by any thread.

@@ -40,12 +40,6 @@ struct Entered : std::unique_lock<std::mutex> {
   ~Entered() { --depth; }
 };
 
-template <class T>
-Result give(T* to, std::type_identity_t<T> value) {
-  *to = value;
-  return kSuccess;
-}
-
 /// Not kSuccess where the device has failed for good.
 Result state() {
   return broken() ? kIllegalAddress : kSuccess;
@@ -432,9 +426,7 @@ int cuGraphDestroy(Graph* graph) {
   world().graphs.remove_if([&](const Graph& kept) { return &kept == graph; });
   return kSuccess;
 }
-int cuGraphExecDestroy(Graph* replay) {
-  return cuGraphDestroy(replay);
-}
+int cuGraphExecDestroy(Graph* replay) __attribute__((alias("cuGraphDestroy")));
 
 int cuModuleLoadData(Module** module, const void* image) {
   const Entered lock("load");  // may wait for what the device does

@@ -23,6 +23,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace shardow::fake {
@@ -31,6 +32,13 @@ namespace shardow::fake {
 inline int number_from(const char* variable, int otherwise) {
   const char* const text = std::getenv(variable);
   return text != nullptr ? std::atoi(text) : otherwise;
+}
+
+/// What most functions do that give something.
+template <class T>
+int give(T* to, std::type_identity_t<T> value) {
+  *to = value;
+  return 0;
 }
 
 #pragma GCC visibility push(default)

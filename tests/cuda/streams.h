@@ -128,7 +128,7 @@ class Streams {
   void until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& holds) {
     if (threads_) return changed_.wait(lock, holds);
     while (!holds()) {
-      const bool moved = advance_one();
+      const bool moved = advance_one(random_.has_value());
       if (!pass(lock) && !moved && !holds()) {
         std::fprintf(stderr, "the host waits for what never comes: streams wait for each other\n");
         std::abort();
@@ -139,20 +139,13 @@ class Streams {
   void some(std::unique_lock<std::mutex>& lock) {
     if (random_ && !threads_) {
       const auto most = uint64_t{1} << (2 * eagerness_);  // 1, 4, 16, 64
-      for (uint64_t number = (*random_)() % most; number > 0 && advance_one(); --number) {
+      for (uint64_t number = (*random_)() % most; number > 0 && advance_one(random_.has_value()); --number) {
       }
     }
     static_cast<void>(pass(lock));
   }
   void everything() {
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (Stream& stream : streams_) {
-        while (ready(stream)) {
-          advance(stream);
-          moved = true;
-        }
-      }
+    while (advance_one(false)) {
     }
   }
 
@@ -196,15 +189,15 @@ class Streams {
     }
     end(stream);
   }
-  /// False where nothing can be done.
-  bool advance_one() {
+  /// Of the first stream that can go on, or of one that is drawn. False where nothing can be done.
+  bool advance_one(bool draws) {
     std::vector<Stream*> able;
     for (Stream& stream : streams_) {
       if (ready(stream)) able.push_back(&stream);
     }
     if (able.empty()) return false;
-    Stream& stream = *able[random_ ? (*random_)() % able.size() : 0];
-    if (stream.stalled > 0) {
+    Stream& stream = *able[draws ? (*random_)() % able.size() : 0];
+    if (draws && stream.stalled > 0) {
       --stream.stalled;
     } else {
       advance(stream);

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/allocations.h"
+#include "fake.h"
 #include "file/device.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
@@ -19,7 +20,6 @@
 #include "program.h"
 #include "shardow/average.h"
 #include "shardow/group.h"
-#include "world.h"
 
 namespace shardow {
 namespace {

@@ -5,8 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "emulation.h"
-#include "world.h"
+#include "fake.h"
 
 namespace shardow::fake {
 

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <mutex>
 #include <random>
 #include <vector>
@@ -50,10 +48,7 @@ class DrawnTurns final : public base::Turns {
   void await(const std::function<bool()>& done) override {
     while (!done()) {
       Lock lock(mutex_);
-      if (present_.size() == 1) {
-        std::fprintf(stderr, "a thread waits for another one, and there is none\n");
-        std::abort();
-      }
+      if (present_.size() == 1) give_up("a thread waits for another one, and there is none");
       give(lock, true);
     }
   }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <memory>
@@ -12,9 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "emulation.h"
+#include "fake.h"
 #include "kernels/cuda_work.h"
-#include "world.h"
 
 namespace shardow::fake {
 
@@ -29,10 +27,7 @@ thread_local int depth = 0;
 struct Entered : std::unique_lock<std::mutex> {
   explicit Entered(const char* what = nullptr, void* stream = nullptr, const char* function = __builtin_FUNCTION()) {
     ++depth;
-    if (contexts_of_thread.empty()) {
-      std::fprintf(stderr, "%s without a current context\n", function);
-      std::abort();
-    }
+    if (contexts_of_thread.empty()) give_up(std::string(function) + " without a current context");
     std::unique_lock<std::mutex>::operator=(locked());
     world().streams.some(*this);
     if (what != nullptr) world().note(what, stream);
@@ -133,10 +128,8 @@ Result wait_for(std::unique_lock<std::mutex>& lock, const std::vector<Mark>& mar
 /// Aborts where work is under way that was given the memory: CUDA's functions wait for the device, mostly.
 Result release(void* memory) {
   if (const Result result = outside_of_captures()) return result;
-  if (!broken() && world().streams.uses(block_of(memory).number)) {
-    std::fprintf(stderr, "memory is freed that work under way was given\n");
-    std::abort();
-  }
+  if (!broken() && world().streams.uses(block_of(memory).number))
+    give_up("memory is freed that work under way was given");
   return world().memory.give(memory) ? kSuccess : kInvalidValue;
 }
 
@@ -322,11 +315,6 @@ int cuStreamSynchronize(void* stream) {
   Entered lock("host waits", stream);
   if (const Result result = outside_of_capture_of(stream)) return result;
   return wait_for(lock, {world().streams.at(current_device(), stream).last});
-}
-int cuStreamQuery(void* stream) {
-  const Entered lock;
-  if (const Result result = outside_of_capture_of(stream)) return result;
-  return done(world().streams.at(current_device(), stream).last) ? state() : kNotReady;
 }
 int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
   const Entered lock("stream waits", stream);

@@ -10,11 +10,11 @@
 #include "emulation.h"
 #include "graph_calls.h"
 // After the language's words.
+#include "fake.h"
 #include "kernels/cuda.h"
 #include "kernels/cuda_access.cuh"
 #include "kernels/cuda_driver.h"
 #include "kernels/cuda_kernels.h"
-#include "world.h"
 
 namespace shardow {
 namespace {
@@ -170,7 +170,6 @@ TEST_F(FakeCapture, IsLostByWhatNoGraphRepeats) {
       [&] { return driver().allocate_pinned.status(&memory, 16, 0); },
       [&] { return driver().synchronize.status(stream(2)); },
       [&] { return driver().wait.status(event.get()); },
-      [&] { return graph_calls().query_stream.status(stream(2)); },
       [&] { return driver().load_module.status(&module, ".version"); },
       [&] { return driver().free.status(number_); },
       [&] { return driver().free_pinned.status(pinned_); },

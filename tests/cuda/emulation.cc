@@ -7,8 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -21,10 +19,9 @@ namespace {
 
 constexpr unsigned kLanes = 32;
 
-[[noreturn]] void refuse(const char* what) {
-  std::fprintf(stderr, "a kernel on a device would go wrong: %s (block %u, thread %u)\n", what, blockIdx.x,
-               threadIdx.x);
-  std::abort();
+[[noreturn]] void refuse(const std::string& what) {
+  give_up("a kernel on a device would go wrong: " + what + " (block " + std::to_string(blockIdx.x) + ", thread " +
+          std::to_string(threadIdx.x) + ")");
 }
 
 class Warp {

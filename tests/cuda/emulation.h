@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
@@ -35,6 +37,12 @@ inline thread_local Dimension threadIdx, blockIdx, blockDim, gridDim;
 namespace shardow::fake {
 
 using Random = std::mt19937_64;
+
+/// Ends the process: something would go wrong on a device, or has in the test.
+[[noreturn]] inline void give_up(const std::string& why) {
+  std::fprintf(stderr, "%s\n", why.c_str());
+  std::abort();
+}
 
 /// `body` for each thread of the block; warps and lanes in an order that `random` draws, where it is given.
 void run_block(unsigned grid, unsigned block, unsigned index, const std::function<void()>& body, Random* random);

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "fake.h"
 #include "file/checkpoint_fixture.h"
-#include "world.h"
 
 namespace shardow {
 namespace {

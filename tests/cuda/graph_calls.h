@@ -1,4 +1,4 @@
-// Functions of CUDA's driver that tests use and the engine does not: captures, graphs, questions to streams.
+// Functions of CUDA's driver that tests use and the engine does not: captures and graphs.
 #pragma once
 
 #include <functional>
@@ -20,7 +20,6 @@ struct GraphCalls {
   cuda::Call<void*, void*> launch{library, "cuGraphLaunch"};
   cuda::Call<void*> destroy{library, "cuGraphDestroy"};
   cuda::Call<void*> destroy_replay{library, "cuGraphExecDestroy"};
-  cuda::Call<void*> query_stream{library, "cuStreamQuery"};
 };
 
 inline const GraphCalls& graph_calls() {

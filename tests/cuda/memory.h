@@ -4,13 +4,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
+
+#include "emulation.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -68,10 +66,8 @@ class Memory {
     allocated_ -= counted;
     if (!pinned) ::mprotect(begin, whole, PROT_READ | PROT_WRITE);
     ASAN_UNPOISON_MEMORY_REGION(begin + bytes, whole - bytes);
-    if (std::any_of(begin + bytes, begin + whole, [](std::byte byte) { return byte != std::byte{kPoison}; })) {
-      std::fprintf(stderr, "something was written behind the end of %zu bytes\n", bytes);
-      std::abort();
-    }
+    if (std::any_of(begin + bytes, begin + whole, [](std::byte byte) { return byte != std::byte{kPoison}; }))
+      give_up("something was written behind the end of " + std::to_string(bytes) + " bytes");
     if (pinned) {
       std::free(begin);
     } else {

@@ -21,6 +21,7 @@
 #include "average/driver.h"
 #include "base/folder_fixture.h"
 #include "drawn_turns.h"
+#include "fake.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
 #include "kernels/memory.h"
@@ -29,7 +30,6 @@
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
 #include "tensor/dtype.h"
-#include "world.h"
 
 namespace shardow::testing {
 

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "fake.h"
 #include "program.h"
-#include "world.h"
 
 namespace shardow::testing {
 namespace {

@@ -10,8 +10,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <list>
@@ -23,9 +21,11 @@
 #include <vector>
 
 #include "emulation.h"
-#include "fake.h"
 
 namespace shardow::fake {
+
+/// For DrawnTurns: called at each call of the driver and again and again where the host waits, with nothing locked.
+extern __attribute__((visibility("default"))) std::function<void()> between;
 
 /// The end of an operation, for which others wait: true when it is done. Null: there was none.
 using Mark = std::shared_ptr<bool>;
@@ -120,8 +120,7 @@ class Streams {
   Stream& at(int device, void* handle) {
     if (Stream* const stream = find(device, handle)) return *stream;
     if (handle == nullptr) return begin(device, nullptr, true);
-    std::fprintf(stderr, "a stream that is gone, or was never made\n");
-    std::abort();
+    give_up("a stream that is gone, or was never made");
   }
 
   /// Returns when done() holds. `lock` is of mutex().
@@ -129,10 +128,8 @@ class Streams {
     if (threads_) return changed_.wait(lock, holds);
     while (!holds()) {
       const bool moved = advance_one(random_.has_value());
-      if (!pass(lock) && !moved && !holds()) {
-        std::fprintf(stderr, "the host waits for what never comes: streams wait for each other\n");
-        std::abort();
-      }
+      if (!pass(lock) && !moved && !holds())
+        give_up("the host waits for what never comes: streams wait for each other");
     }
   }
   /// At a call of the driver: as much as is drawn

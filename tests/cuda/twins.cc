@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <map>
 #include <tuple>
-#include <utility>
 
 #include "emulation.h"
 // After the language's words.
@@ -16,16 +15,14 @@ namespace {
 using namespace kernels;
 using namespace kernels::cuda;
 
-template <class... Parameters, size_t... kIndex>
-std::function<void()> bound(void (*kernel)(Parameters...), void** arguments, std::index_sequence<kIndex...>) {
-  const std::tuple<Parameters...> copies(*static_cast<Parameters*>(arguments[kIndex])...);
-  return [=] { std::apply(kernel, copies); };
-}
-
 template <class... Parameters>
 Twin twin(void (*kernel)(Parameters...)) {
-  return {{sizeof(Parameters)...},
-          [=](void** arguments) { return bound(kernel, arguments, std::index_sequence_for<Parameters...>{}); }};
+  const auto bind = [=](void** arguments) {
+    const auto next = [&] { return *arguments++; };
+    const std::tuple<Parameters...> copies{*static_cast<Parameters*>(next())...};  // in this order
+    return [=] { std::apply(kernel, copies); };
+  };
+  return {{sizeof(Parameters)...}, bind};
 }
 
 /// For driver_test.cc: a block's first thread reads what it has not written.

@@ -17,18 +17,19 @@
 #include "kernels/cuda.h"
 #include "kernels/cuda_driver.h"
 #include "kernels/memory.h"
-#include "program.h"
 #include "shardow/average.h"
 #include "shardow/group.h"
+#include "tensor/dtype.h"
 
 namespace shardow {
 namespace {
 
-constexpr size_t kTensors = 300;
+constexpr int kTensors = 300;
 constexpr int64_t kLarge = 1 << 20;  // enough for threads
 
 using Numbers = std::map<std::string, int>;
 using kernels::testing::Current;
+using kernels::testing::error_of;
 using kernels::testing::kGlobal;
 using kernels::testing::kRelaxed;
 using kernels::testing::Recording;
@@ -40,15 +41,15 @@ class CudaCalls : public ::testing::Test {
   void TearDown() override {
     ema_.reset();
     fake::synchronize();
-    for (const TensorView& view : views_) kernels::cuda::release(view.data, view.device.index);
     views_.clear();
+    memory_.clear();
   }
 
-  /// Of a device, whose stream 1 is the current one.
-  static TensorView view(int number, void* memory, int index = 0, const Region& region = Region::whole({7}),
-                         DType dtype = DType::kF32) {
-    const Device device{Device::Kind::kCuda, index, fake::stream(index, 1)};
-    return {"p" + std::to_string(number), dtype, region, memory, device};
+  static Device device(int index = 0) { return {Device::Kind::kCuda, index, fake::stream(index, 1)}; }
+  TensorView hold(int number, const Device& device, const Region& region = Region::whole({7}),
+                  DType dtype = DType::kF32) {
+    const auto bytes = static_cast<size_t>(byte_size(dtype, region.size()));
+    return {"p" + std::to_string(number), dtype, region, memory_.emplace_back(bytes, device).data(), device};
   }
   void begin(const std::vector<TensorView>& weights, const std::vector<TensorView>& averages,
              const AverageOptions& options = {}) {
@@ -56,21 +57,15 @@ class CudaCalls : public ::testing::Test {
   }
 
   void make(bool on_host = false, AverageOptions options = {}) {
-    for (size_t i = 0; i < kTensors; ++i) {
-      const DType dtype = i % 2 == 0 ? DType::kF32 : DType::kBF16;
+    std::vector<TensorView> averages;
+    for (int i = 0; i < kTensors; ++i) {
       Region region = Region::whole({i == 1 && on_host ? kLarge : 7});
       if (i == 0) region = Region::grid({7, 3}, {{{0, 7}}, {{1, 2}}});  // whose noise is drawn by runs
-      void* const memory = kernels::cuda::allocate(static_cast<size_t>(byte_size(dtype, region.size())), 0);
-      views_.push_back(view(static_cast<int>(i), memory, 0, region, dtype));
+      views_.push_back(hold(i, device(), region, i % 2 == 0 ? DType::kF32 : DType::kBF16));
+      if (on_host) averages.push_back(hold(i, Device{}, region));
     }
-    if (!on_host) return static_cast<void>(ema_ = std::make_unique<Average>(views_, options));
-    std::vector<TensorView> averages = views_;
-    for (size_t i = 0; i < kTensors; ++i) {
-      averages[i].dtype = DType::kF32;
-      averages[i].device = {};
-      averages[i].data = memory_.emplace_back(views_[i].region.size()).data();
-    }
-    begin(views_, averages, options);
+    if (on_host) return begin(views_, averages, options);
+    ema_ = std::make_unique<Average>(views_, options);
   }
 
   /// How often `call` asks for what.
@@ -95,7 +90,7 @@ class CudaCalls : public ::testing::Test {
 
   const Numbers follows_{{"record", 1}, {"stream waits", 1}};
 
-  std::vector<std::vector<float>> memory_;
+  std::vector<kernels::Memory> memory_;
   std::vector<TensorView> views_;
   std::unique_ptr<Average> ema_;
 };
@@ -126,20 +121,6 @@ TEST_F(CudaCalls, AskForKernelsOfTheTablesDtypes) {
   make();
   for (const fake::Kernel& kernel : fake::world().kernels)
     EXPECT_EQ(kernel.name.find("double"), std::string::npos) << kernel.name;
-}
-
-TEST_F(CudaCalls, LeaveTheThreadsDeviceAndCaptureModeAsTheyWere) {
-  make();
-  ema_->update();
-  ema_->swap_in();
-  ema_->swap_out();
-  EXPECT_EQ(fake::current_device(), -1);
-  const Current current(1);
-  ema_->update();
-  EXPECT_EQ(fake::current_device(), 1);
-  int mode = kGlobal;
-  kernels::cuda::driver().exchange_capture_mode(&mode);
-  EXPECT_EQ(mode, kGlobal);
 }
 
 TEST_F(CudaCalls, AnUpdateOfAveragesOnTheHostMakesNothingAnew) {
@@ -173,11 +154,11 @@ TEST_F(CudaCalls, AnUpdateOfAveragesOnTheHostMakesNothingAnew) {
 
 TEST_F(CudaCalls, CopiesOfNeighboursInOneAllocationAloneAreOne) {
   auto* const memory = static_cast<float*>(kernels::cuda::allocate(84, 0));
-  std::vector<float> on_host(14);
-  std::vector<TensorView> averages = {view(0, on_host.data()), view(1, on_host.data() + 7)};
-  for (TensorView& average : averages) average.device = {};
+  TensorView first = hold(0, device()), second = hold(1, device());
+  first.data = memory + 7;
+  second.data = memory + 14;
   for (const int copies : {1, 2}) {
-    begin({view(0, memory + 7), view(1, memory + 14)}, averages);
+    begin({first, second}, {hold(0, Device{}), hold(1, Device{})});
     EXPECT_EQ(calls_of([&] {
                 ema_->update();
                 ema_->wait();
@@ -193,7 +174,7 @@ TEST_F(CudaCalls, AnUpdateThatFailedHasNoCopyOnItsWay) {
     make(true);
     fake::fail_copy(100, -1);
     ema_->update();
-    EXPECT_NE(testing::error_of([&] { ema_->wait(); }), "");
+    EXPECT_NE(error_of([&] { ema_->wait(); }), "");
     fake::fail_copy(-1);
     EXPECT_EQ(pending(), 0u) << "the weights may be freed now";
     TearDown();
@@ -236,9 +217,8 @@ TEST_F(CudaCalls, ASwapGoesBackOnTheStreamThatIsFollowedByThen) {
 }
 
 TEST_F(CudaCalls, MemoryThatWasHandedOnGoesBackToWhereItIsFrom) {
-  const Device device{Device::Kind::kCuda, 0};
   {
-    kernels::Memory pinned = kernels::Memory::pinned(64, device), on_host(64, Device{}), on_device(64, device);
+    kernels::Memory pinned = kernels::Memory::pinned(64, device()), on_host(64, Device{}), on_device(64, device());
     fake::world().log.clear();
     std::swap(pinned, on_host);
     on_device = std::move(on_host);
@@ -254,7 +234,7 @@ TEST_F(CudaCalls, AnUpdateInACaptureTakesItsStepFromTheDevice) {
   for (int64_t step = 2; step < 40; ++step)  // more than there are pinned slots
     EXPECT_EQ(calls_of([&] { ema_->prepare_replay(); })["update"], 0);
   static_cast<void>(ema_->prepare_replay());
-  EXPECT_NE(testing::error_of([&] { ema_->prepare_replay(); }).find("has no launch for that; capture update() anew"),
+  EXPECT_NE(error_of([&] { ema_->prepare_replay(); }).find("has no launch for that; capture update() anew"),
             std::string::npos)
       << "the first step that rounds stochastically";
   EXPECT_EQ(ema_->stats().step, 40);
@@ -276,21 +256,19 @@ TEST_F(CudaCalls, ANewStreamComesAfterTheWorkOfOneThatIsGone) {
 
 TEST_F(CudaCalls, AveragesThatBeginAgainWithinACaptureAreRefused) {
   make();
-  Recording({{0, fake::stream(0, 1)}}, kGlobal, [&] {
-    EXPECT_NE(testing::error_of([&] { ema_->reset(); }).find("outside of a capture"), std::string::npos);
-  });
+  Recording({{0, fake::stream(0, 1)}}, kGlobal,
+            [&] { EXPECT_NE(error_of([&] { ema_->reset(); }).find("outside of a capture"), std::string::npos); });
   ema_->reset();
 }
 
 TEST_F(CudaCalls, AReplayIsPreparedOnEveryDeviceOrOnNone) {
   void *const first = fake::stream(0, 1), *const second = fake::stream(1, 1);
-  for (const int index : {0, 0, 1, 1}) views_.push_back(view(index, kernels::cuda::allocate(28, index), index));
+  for (const int index : {0, 0, 1, 1}) views_.push_back(hold(index, device(index)));
   begin({views_[0], views_[2]}, {views_[1], views_[3]});
   const auto update = [&] { ema_->update(); };
   const auto prepare = [&] { ema_->prepare_replay(); };
   const auto try_to_prepare = [&] {
-    EXPECT_EQ(calls_of([&] { EXPECT_NE(testing::error_of(prepare).find("on device 1"), std::string::npos); }),
-              Numbers{});
+    EXPECT_EQ(calls_of([&] { EXPECT_NE(error_of(prepare).find("on device 1"), std::string::npos); }), Numbers{});
   };
   Recording({{0, first}}, kRelaxed, update);
   try_to_prepare();
@@ -309,7 +287,7 @@ TEST_F(CudaCalls, EachOfManyReplaysInARowTakesItsOwnStep) {
     void* const stream = fake::stream(0, 1);
     std::vector<float> weights(7);
     Average oracle(std::vector{TensorView{"p", DType::kF32, Region::whole({7}), weights.data()}}, options);
-    for (const int of_both : {0, 0}) views_.push_back(view(of_both, kernels::cuda::allocate(sizeof(float) * 7, 0)));
+    views_ = {hold(0, device()), hold(0, device())};
     auto *const on_device = static_cast<float*>(views_[0].data), *const average = static_cast<float*>(views_[1].data);
     std::fill_n(on_device, 7, 0.0f);
     begin({views_[0]}, {views_[1]}, options);
@@ -334,9 +312,9 @@ TEST_F(CudaCalls, AReplayThatIsRefusedLeavesTheErrorOfTheUpdateBefore) {
   make(true);
   fake::fail_copy(0, -1);
   ema_->update();
-  EXPECT_NE(testing::error_of([&] { ema_->prepare_replay(); }).find("prepare_replay(): the averages are on the host"),
+  EXPECT_NE(error_of([&] { ema_->prepare_replay(); }).find("prepare_replay(): the averages are on the host"),
             std::string::npos);
-  EXPECT_NE(testing::error_of([&] { ema_->wait(); }), "");
+  EXPECT_NE(error_of([&] { ema_->wait(); }), "");
   fake::fail_copy(-1);
 }
 
@@ -383,10 +361,10 @@ TEST_F(CudaCalls, RefusalsNameTheTensorOrTheNumber) {
   auto groups = threads(2);
   AverageOptions options;
   options.replicas = groups[0].get();
-  EXPECT_NE(testing::error_of([&] { make(false, options); }).find("'p0'"), std::string::npos);
+  EXPECT_NE(error_of([&] { make(false, options); }).find("'p0'"), std::string::npos);
   ema_ = std::make_unique<Average>(views_, AverageOptions{});
   views_[1].device.stream = fake::stream(0, 3);
-  EXPECT_NE(testing::error_of([&] { ema_->bind(views_); }), "") << "views of two streams";
+  EXPECT_NE(error_of([&] { ema_->bind(views_); }), "") << "views of two streams";
 }
 
 }  // namespace

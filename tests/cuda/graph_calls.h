@@ -1,11 +1,13 @@
-// Functions of CUDA's driver that tests use and the engine does not: captures and graphs.
+// Functions of CUDA's driver that tests use and the engine does not, captures and graphs; what calls are refused with.
 #pragma once
 
 #include <functional>
 #include <map>
+#include <string>
 #include <vector>
 
 #include "kernels/cuda_driver.h"
+#include "shardow/error.h"
 
 namespace shardow::kernels::testing {
 
@@ -40,6 +42,16 @@ class Current {
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
 };
+
+/// "" where it goes through.
+inline std::string error_of(const std::function<void()>& fn) {
+  try {
+    fn();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return {};
+}
 
 using StreamsByDevice = std::map<int, void*>;
 

@@ -12,11 +12,7 @@ namespace shardow::fake {
 std::function<void()> between;
 
 World& world() {
-  static World* const only = [] {
-    auto* const made = new World;  // never destroyed: engines free their memory at exit
-    made->memory.start(false);
-    return made;
-  }();
+  static World* const only = new World;  // never destroyed: engines free their memory at exit
   return *only;
 }
 
@@ -44,7 +40,7 @@ void reset(const Options& options) {
 
 void reset(int num_devices, int64_t seed) {
   const auto drawn = seed < 0 ? std::nullopt : std::optional(static_cast<uint64_t>(seed));
-  reset({.num_devices = num_devices, .seed = drawn, .log = false});
+  reset({.num_devices = num_devices, .seed = drawn});
 }
 
 std::vector<Call> calls_of(const std::string& what) {

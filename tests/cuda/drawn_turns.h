@@ -3,7 +3,6 @@
 // seed.
 #pragma once
 
-#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -27,8 +26,6 @@ class DrawnTurns final : public base::Turns {
     base::turns = nullptr;
     between = nullptr;
   }
-  DrawnTurns(const DrawnTurns&) = delete;
-  DrawnTurns& operator=(const DrawnTurns&) = delete;
 
   void add(const void* who) override {
     const Lock lock(mutex_);

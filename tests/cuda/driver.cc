@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "fake.h"
-#include "kernels/cuda_work.h"
 
 namespace shardow::fake {
 
@@ -75,13 +74,6 @@ bool is_current(void* handle) {
   return handle == nullptr || (!is_gone(handle) && stream_of(handle)->device == current_device());
 }
 
-/// Checks a wait for a stream, or a question to it.
-Result outside_of_capture_of(void* handle) {
-  if (is_gone(handle)) return kInvalidHandle;
-  const auto capture = capture_of(handle);
-  return capture != nullptr ? lose(*capture, kCaptureUnsupported) : outside_of_captures();
-}
-
 /// The default stream waits for blocking ones, which a capture can't have.
 Result implicit(void* handle) {
   for (const Stream& other : world().streams.all()) {
@@ -100,7 +92,7 @@ const Block& block_of(const void* address) {
 Result enqueue(void* handle, Work work, const std::vector<const void*>& touched) {
   if (is_gone(handle)) return kInvalidHandle;
   if (const Result result = implicit(handle)) return result;
-  for (const void* address : touched) work.blocks.push_back(block_of(address).number);
+  for (const void* address : touched) work.blocks.push_back(block_of(address));
   const auto capture = capture_of(handle);
   if (capture == nullptr) {
     world().streams.add(current_device(), handle, std::move(work));
@@ -128,7 +120,8 @@ Result wait_for(std::unique_lock<std::mutex>& lock, const std::vector<Mark>& mar
 /// Aborts where work is under way that was given the memory: CUDA's functions wait for the device, mostly.
 Result release(void* memory) {
   if (const Result result = outside_of_captures()) return result;
-  if (!broken() && world().streams.uses(block_of(memory).number))
+  const uint64_t number = block_of(memory).number;
+  if (!broken() && number != 0 && world().streams.uses(number))
     give_up("memory is freed that work under way was given");
   return world().memory.give(memory) ? kSuccess : kInvalidValue;
 }
@@ -313,7 +306,9 @@ int cuStreamDestroy_v2(void* handle) {
 }
 int cuStreamSynchronize(void* stream) {
   Entered lock("host waits", stream);
-  if (const Result result = outside_of_capture_of(stream)) return result;
+  if (is_gone(stream)) return kInvalidHandle;
+  if (const auto capture = capture_of(stream)) return lose(*capture, kCaptureUnsupported);
+  if (const Result result = outside_of_captures()) return result;
   return wait_for(lock, {world().streams.at(current_device(), stream).last});
 }
 int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
@@ -400,8 +395,8 @@ int cuGraphInstantiateWithFlags(Graph** replay, Graph* graph, unsigned long long
 int cuGraphLaunch(Graph* replay, void* stream) {
   const Entered lock("replay", stream);
   for (const Work& node : *replay) {
-    for (const uint64_t block : node.blocks) {
-      if (block != 0 && !world().memory.has(block)) return kIllegalAddress;  // a device may notice, or not
+    for (const Block& block : node.blocks) {
+      if (block_of(block.begin).number != block.number) return kIllegalAddress;  // a device may notice, or not
     }
   }
   for (const Work& node : *replay) {

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <memory>
 #include <numeric>
 #include <span>
 #include <vector>
@@ -27,13 +26,16 @@ constexpr unsigned kLanes = 32;
 class Warp {
  public:
   void run(const std::function<void()>& body, unsigned first_thread, unsigned lanes, Random* random) {
-    first_thread_ = first_thread;
     std::iota(order_.begin(), order_.end(), 0u);
     for (unsigned lane = 0; lane < lanes; ++lane) fibers_[lane].begin(&body);
     for (unsigned ended = 0; ended < lanes;) {
       if (random != nullptr) std::shuffle(order_.begin(), order_.begin() + lanes, *random);
       agree_ = true;
-      for (unsigned i = 0; i < lanes; ++i) go_on(order_[i]);
+      for (unsigned i = 0; i < lanes; ++i) {
+        lane_ = order_[i];
+        threadIdx = {first_thread + lane_};
+        if (!fibers_[lane_].ended()) fibers_[lane_].resume();
+      }
       ended = 0;
       for (unsigned lane = 0; lane < lanes; ++lane) ended += fibers_[lane].ended() ? 1 : 0;
       if (ended > 0 && ended < lanes) refuse("a lane has ended that others wait for");
@@ -57,17 +59,10 @@ class Warp {
   }
 
  private:
-  void go_on(unsigned lane) {
-    if (fibers_[lane].ended()) return;
-    lane_ = lane;
-    threadIdx = {first_thread_ + lane};
-    fibers_[lane].resume();
-  }
-
   std::array<Fiber, kLanes> fibers_;
   std::array<unsigned, kLanes> order_{};
   std::array<Meeting, kLanes> meetings_{};
-  unsigned first_thread_ = 0, lane_ = 0;
+  unsigned lane_ = 0;
   bool agree_ = true, agreed_ = true;  // in this round, in the one before
 };
 

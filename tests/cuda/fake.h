@@ -63,7 +63,6 @@ struct Options {
   std::optional<uint64_t> seed = std::nullopt;
   bool threads = false;
   bool guard = false;
-  bool log = true;
 };
 
 /// Forgets everything: no contexts, no memory, no streams, an empty log. Nothing may be under way in other threads.
@@ -162,9 +161,7 @@ struct World : Session {
   Memory memory;
   Streams streams;
 
-  void note(const char* what, void* stream = nullptr) {
-    if (options.log) log.push_back({what, current_device(), stream});
-  }
+  void note(const char* what, void* stream = nullptr) { log.push_back({what, current_device(), stream}); }
 };
 
 World& world();  // which tests look at where nothing is under way

@@ -32,8 +32,6 @@ class Fiber {
   ~Fiber() {
     if (__tsan_destroy_fiber) __tsan_destroy_fiber(own_.fiber);
   }
-  Fiber(const Fiber&) = delete;
-  Fiber& operator=(const Fiber&) = delete;
 
   /// What the next resume() begins.
   void begin(const std::function<void()>* function) {

@@ -1,6 +1,7 @@
 // Memory that the fake driver gives: a device's, and pinned memory of the host.
 #pragma once
 
+#include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -9,13 +10,6 @@
 #include <map>
 
 #include "emulation.h"
-
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(begin, bytes)
-#define ASAN_UNPOISON_MEMORY_REGION(begin, bytes)
-#endif
 
 namespace shardow::fake {
 
@@ -90,10 +84,6 @@ class Memory {
     const auto after = blocks_.upper_bound(memory);
     const Block& block = after == blocks_.begin() ? none : std::prev(after)->second;
     return memory < block.begin + block.bytes ? block : none;
-  }
-  bool has(uint64_t number) const {
-    return std::any_of(blocks_.begin(), blocks_.end(),
-                       [&](const auto& entry) { return entry.second.number == number; });
   }
 
   /// With a guard: puts device memory out of reach, or within it while no other thread works

@@ -16,7 +16,6 @@
 #include <iterator>
 #include <map>
 #include <memory>
-#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -475,27 +474,21 @@ class Program {
     return data;
   }
 
-  /// Values of a weight: most in (-1, 1), now and then one that is not finite.
-  Bytes draw(const TensorView& view) {
-    Bytes bytes(size_of(view));
-    const auto width = static_cast<size_t>(byte_size(view.dtype, 1));
-    const bool wild = one_in(16);
-    for (size_t at = 0; at < bytes.size(); at += width) {
-      double wide = static_cast<double>(random_() % 2000001) * 1e-6 - 1.0;
-      if (wild && one_in(64)) wide = one_in(2) ? HUGE_VAL : std::nan("");
-      kernels::with_dtype(view.dtype, [&]<class T>() {
-        const T value = kernels::convert<T>(wide);
-        std::memcpy(&bytes[at], &value, sizeof(T));
-      });
-    }
-    return bytes;
-  }
-
+  /// Values of weights: most in (-1, 1), now and then one that is not finite.
   void write(const Weights& weights) {
     for (size_t i = 0; i < weights.oracle.size(); ++i) {
-      const Bytes values = draw(weights.oracle[i]);
-      if (values.empty()) continue;
       const TensorView& view = weights.tested[i];
+      Bytes values(size_of(view));
+      const bool wild = one_in(16);
+      kernels::with_dtype(view.dtype, [&]<class T>() {
+        for (size_t at = 0; at < values.size(); at += sizeof(T)) {
+          double wide = static_cast<double>(random_() % 2000001) * 1e-6 - 1.0;
+          if (wild && one_in(64)) wide = one_in(2) ? HUGE_VAL : std::nan("");
+          const T value = kernels::convert<T>(wide);
+          std::memcpy(&values[at], &value, sizeof(T));
+        }
+      });
+      if (values.empty()) continue;
       const auto copy = [to = view.data, values] { std::memcpy(to, values.data(), values.size()); };
       std::memcpy(weights.oracle[i].data, values.data(), values.size());
       on_device(view) ? fake::enqueue(view.device.index, view.device.stream, copy) : copy();

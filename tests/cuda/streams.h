@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "emulation.h"
+#include "memory.h"
 
 namespace shardow::fake {
 
@@ -38,7 +39,7 @@ inline bool done(const Mark& mark) {
 struct Work {
   size_t parts = 1;
   std::function<void(size_t part, Random* random)> part;  ///< empty: it only waits
-  std::vector<uint64_t> blocks = {};                      ///< of memory that it was given
+  std::vector<Block> blocks = {};                         ///< of memory that it was given
 };
 
 struct Operation {
@@ -152,11 +153,11 @@ class Streams {
     return number;
   }
   /// Something under way was given it
-  bool uses(uint64_t block) const {
+  bool uses(uint64_t number) const {
     return std::any_of(streams_.begin(), streams_.end(), [&](const Stream& stream) {
       return std::any_of(stream.queue.begin(), stream.queue.end(), [&](const Operation& operation) {
         const auto& blocks = operation.work.blocks;
-        return block != 0 && std::find(blocks.begin(), blocks.end(), block) != blocks.end();
+        return std::any_of(blocks.begin(), blocks.end(), [&](const Block& held) { return held.number == number; });
       });
     });
   }

@@ -235,30 +235,24 @@ using FakeDeviceDeathTest = FakeDevice;
 
 TEST_F(FakeDeviceDeathTest, WhatWouldGoWrongOnADeviceAborts) {
   start(std::nullopt);
-  EXPECT_DEATH(std::thread([&] { static_cast<void>(copy(stream(1))); }).join(), "without a current context");
   const auto* const misaligned = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(number_) + 4);
-  EXPECT_DEATH(fake::run_block(
-                   1, 64, 0, [&] { static_cast<void>(__ldcg(misaligned)); }, nullptr),
-               "a misaligned address");
-  EXPECT_DEATH(fake::run_block(
-                   1, 64, 0,
-                   [] {
-                     if (threadIdx.x % 2 == 0) __syncwarp();
-                   },
-                   nullptr),
-               "a lane has ended that others wait for");
-  EXPECT_DEATH(
-      {
-        fake::enqueue(0, stream(1), [to = reinterpret_cast<volatile char*>(number_)] { to[4] = 0; });
-        kernels::cuda::release(number_, 0);
-      },
-      "behind the end of 4 bytes|use-after-poison");
-  EXPECT_DEATH(
-      {
-        kernels::cuda::release(number_, 0);
-        *static_cast<volatile int*>(number_) = 1;
-      },
-      "");
+  const auto write_behind_the_end = [&] {
+    fake::enqueue(0, stream(1), [to = reinterpret_cast<volatile char*>(number_)] { to[4] = 0; });
+    kernels::cuda::release(number_, 0);
+  };
+  const auto write_what_was_freed = [&] {
+    kernels::cuda::release(number_, 0);
+    *static_cast<volatile int*>(number_) = 1;
+  };
+  const std::vector<std::pair<std::function<void()>, const char*>> rows = {
+      {[&] { std::thread([&] { static_cast<void>(copy(stream(1))); }).join(); }, "without a current context"},
+      {[&] { fake::run_block(1, 64, 0, [&] { static_cast<void>(__ldcg(misaligned)); }); }, "a misaligned address"},
+      {[] { fake::run_block(1, 64, 0, [] { threadIdx.x % 2 == 0 ? __syncwarp() : void(); }); },
+       "a lane has ended that others wait for"},
+      {write_behind_the_end, "behind the end of 4 bytes|use-after-poison"},
+      {write_what_was_freed, ""},
+  };
+  for (const auto& [dies, message] : rows) EXPECT_DEATH(dies(), message);
 }
 
 TEST_F(FakeDeviceDeathTest, MemoryOfADeviceIsOutOfTheHostsReachAndIsFreedWhenNothingUsesIt) {

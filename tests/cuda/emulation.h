@@ -45,7 +45,8 @@ using Random = std::mt19937_64;
 }
 
 /// `body` for each thread of the block; warps and lanes in an order that `random` draws, where it is given.
-void run_block(unsigned grid, unsigned block, unsigned index, const std::function<void()>& body, Random* random);
+void run_block(unsigned grid, unsigned block, unsigned index, const std::function<void()>& body,
+               Random* random = nullptr);
 
 /// Aborts where an address is not a multiple of the access's size, as a device does.
 void check_access(const void* address, size_t bytes);

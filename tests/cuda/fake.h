@@ -43,7 +43,7 @@ inline int number_from(const char* variable, int otherwise) {
   return text != nullptr ? std::atoi(text) : otherwise;
 }
 
-/// What most functions do that give something.
+/// Gives one value, as most functions do.
 template <class T>
 int give(T* to, std::type_identity_t<T> value) {
   *to = value;

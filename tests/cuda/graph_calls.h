@@ -96,7 +96,7 @@ class Recording {
     void *graph, *replay;  ///< null where the capture was lost
   };
   std::vector<Graph> graphs;
-  int status = 0;  ///< not 0: a capture was lost, and what the driver said
+  int status = 0;  ///< not 0: a capture was lost, and how the driver calls that
 };
 
 }  // namespace shardow::kernels::testing

@@ -381,7 +381,7 @@ class Program {
     }
   }
 
-  // What is compared, byte for byte.
+  // The model, and what is compared.
   void choose() {
     num_devices_ = 1 + static_cast<int>(random_() % 2);
     first_device_ = num_devices_ == 1 ? static_cast<int>(random_() % 2) : 0;

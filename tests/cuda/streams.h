@@ -187,7 +187,7 @@ class Streams {
     }
     end(stream);
   }
-  /// Of the first stream that can go on, or of one that is drawn. False where nothing can be done.
+  /// Takes the first stream that can go on, or one that is drawn. False where nothing can be done.
   bool advance_one(bool draws) {
     std::vector<Stream*> able;
     for (Stream& stream : streams_) {

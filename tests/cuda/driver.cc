@@ -378,7 +378,6 @@ int cuStreamEndCapture(void* stream, Graph** graph) {
   const Entered lock;
   const auto capture = capture_of(stream);
   if (capture == nullptr || capture->origin != stream) return kCaptureUnmatched;
-  if (capture->mode != kRelaxed && capture->thread != std::this_thread::get_id()) return kCaptureWrongThread;
   for (Stream& other : world().streams.all()) {
     if (other.capture == capture) other.capture = nullptr;
   }

@@ -104,8 +104,7 @@ enum Result {
   kCaptureUnmatched = 903,
   kCaptureIsolation = 905,
   kCaptureImplicit = 906,
-  kCapturedEvent = 907,
-  kCaptureWrongThread = 908
+  kCapturedEvent = 907
 };
 
 /// The work of a graph, one after the other.

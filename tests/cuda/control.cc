@@ -40,7 +40,7 @@ void reset(const Options& options) {
 
 void reset(int num_devices, int64_t seed) {
   const auto drawn = seed < 0 ? std::nullopt : std::optional(static_cast<uint64_t>(seed));
-  reset({.num_devices = num_devices, .seed = drawn});
+  reset({.num_devices = num_devices, .seed = drawn, .log = false});
 }
 
 std::vector<Call> calls_of(const std::string& what) {

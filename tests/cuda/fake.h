@@ -63,6 +63,7 @@ struct Options {
   std::optional<uint64_t> seed = std::nullopt;
   bool threads = false;
   bool guard = false;
+  bool log = true;  ///< takes memory, which tests in Python measure
 };
 
 /// Forgets everything: no contexts, no memory, no streams, an empty log. Nothing may be under way in other threads.
@@ -160,7 +161,9 @@ struct World : Session {
   Memory memory;
   Streams streams;
 
-  void note(const char* what, void* stream = nullptr) { log.push_back({what, current_device(), stream}); }
+  void note(const char* what, void* stream = nullptr) {
+    if (options.log) log.push_back({what, current_device(), stream});
+  }
 };
 
 World& world();  // which tests look at where nothing is under way

@@ -689,11 +689,11 @@ class Program {
   std::map<void*, int> streams_to_end_;  // that the program made, and their devices
 };
 
-char under_way[128];
+std::string under_way;
 
 /// The guard's: the host has touched memory of the device. Says which program did.
 void on_fault(int) {
-  static_cast<void>(!::write(2, under_way, std::strlen(under_way)));
+  static_cast<void>(!::write(2, under_way.data(), under_way.size()));
   std::signal(SIGSEGV, SIG_DFL);
 }
 
@@ -702,8 +702,7 @@ std::string alone(uint64_t seed) {
 }
 
 std::string run(uint64_t seed, Missing missing = Missing::kNothing) {
-  std::snprintf(under_way, sizeof(under_way), "the host touched memory of a device; to see it alone: %s\n",
-                alone(seed).c_str());
+  under_way = "the host touched memory of a device; to see it alone: " + alone(seed) + "\n";
   std::signal(SIGSEGV, &on_fault);
   return Program(seed, missing).run();
 }

@@ -126,16 +126,6 @@ Result release(void* memory) {
   return world().memory.give(memory) ? kSuccess : kInvalidValue;
 }
 
-/// Addresses that the arguments have in them, structs included.
-std::vector<const void*> addresses_in(const Twin& twin, void** arguments) {
-  std::vector<const void*> addresses;
-  for (size_t i = 0; i < twin.sizes.size(); ++i) {
-    for (size_t at = 0; at + sizeof(void*) <= twin.sizes[i]; at += sizeof(void*))
-      std::memcpy(&addresses.emplace_back(), static_cast<const std::byte*>(arguments[i]) + at, sizeof(void*));
-  }
-  return addresses;
-}
-
 /// An ELF file of CUDA 12's ABI (version 7), or of 13's where the driver is of 13.
 std::string checked_image(const void* image) {
   if (std::strncmp(static_cast<const char*>(image), ELFMAG, SELFMAG) != 0) {
@@ -433,6 +423,11 @@ int cuLaunchKernel(Kernel* kernel, unsigned grid, unsigned, unsigned, unsigned b
     for (size_t index = number * each; index < std::min<size_t>((number + 1) * each, grid); ++index)
       run_block(grid, block, static_cast<unsigned>(index), body, random);
   };
-  return enqueue(stream, on_device({parts, part}), addresses_in(*kernel->twin, arguments));
+  std::vector<const void*> addresses;  // that the arguments have in them, structs included
+  for (size_t i = 0; i < kernel->twin->sizes.size(); ++i) {
+    for (size_t at = 0; at + sizeof(void*) <= kernel->twin->sizes[i]; at += sizeof(void*))
+      std::memcpy(&addresses.emplace_back(), static_cast<const std::byte*>(arguments[i]) + at, sizeof(void*));
+  }
+  return enqueue(stream, on_device({parts, part}), addresses);
 }
 }

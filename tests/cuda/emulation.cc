@@ -4,15 +4,26 @@
 #include "emulation.h"
 
 #include <link.h>
+#include <sanitizer/common_interface_defs.h>
+#include <sanitizer/tsan_interface.h>
+#include <ucontext.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <span>
 #include <vector>
 
-#include "fiber.h"
+// Null where this is built without that sanitizer.
+#pragma weak __sanitizer_start_switch_fiber
+#pragma weak __sanitizer_finish_switch_fiber
+#pragma weak __tsan_create_fiber
+#pragma weak __tsan_destroy_fiber
+#pragma weak __tsan_get_current_fiber
+#pragma weak __tsan_switch_to_fiber
+
 namespace shardow::fake {
 namespace {
 
@@ -22,6 +33,72 @@ constexpr unsigned kLanes = 32;
   give_up("a kernel on a device would go wrong: " + what + " (block " + std::to_string(blockIdx.x) + ", thread " +
           std::to_string(threadIdx.x) + ")");
 }
+
+/// A stack to run on and to leave in the middle; the sanitizers hear of each change of stacks. Belongs to one thread.
+/// Its function never throws.
+class Fiber {
+ public:
+  Fiber() : own_{{}, stack_.get(), kStack, __tsan_create_fiber ? __tsan_create_fiber(0) : nullptr} {
+    getcontext(&own_.context);
+    own_.context.uc_stack.ss_sp = stack_.get();
+    own_.context.uc_stack.ss_size = kStack;
+    // An argument may have 64 bits where glibc has them.
+    makecontext(&own_.context, reinterpret_cast<void (*)()>(&Fiber::enter), 1, this);
+  }
+  ~Fiber() {
+    if (__tsan_destroy_fiber) __tsan_destroy_fiber(own_.fiber);
+  }
+
+  /// What the next resume() begins.
+  void begin(const std::function<void()>* function) {
+    function_ = function;
+    ended_ = false;
+  }
+  bool ended() const { return ended_; }
+
+  /// Goes on until the function leaves or ends.
+  void resume() {
+    if (__tsan_get_current_fiber) other_.fiber = __tsan_get_current_fiber();
+    change(other_, own_);
+  }
+
+  /// On the fiber: back to who resumed it.
+  void leave() { change(own_, other_); }
+
+ private:
+  static constexpr size_t kStack = 256 << 10;
+
+  struct Place {
+    ucontext_t context;
+    const void* stack;
+    size_t bytes;
+    void* fiber;  // the thread sanitizer's
+  };
+
+  /// Learns where the stack of the other place is when it is back.
+  static void change(Place& from, Place& to) {
+    void* kept = nullptr;
+    if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(to.fiber, 0);
+    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&kept, to.stack, to.bytes);
+    swapcontext(&from.context, &to.context);
+    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(kept, &to.stack, &to.bytes);
+  }
+
+  static void enter(Fiber* self) {
+    if (__sanitizer_finish_switch_fiber)
+      __sanitizer_finish_switch_fiber(nullptr, &self->other_.stack, &self->other_.bytes);
+    for (;;) {
+      (*self->function_)();
+      self->ended_ = true;
+      self->leave();
+    }
+  }
+
+  std::unique_ptr<std::byte[]> stack_{new std::byte[kStack]};
+  Place own_, other_{};
+  const std::function<void()>* function_ = nullptr;
+  bool ended_ = true;
+};
 
 class Warp {
  public:

@@ -1,6 +1,6 @@
 // The groups of one process and of a store. Every operation of the latter is a round (rounds.h), in which a rank brings
-// its call as well, described in full, so that ranks that disagree about length, root or operation are told so instead
-// of being served: all of them, since all learn the same verdict.
+// its call as well, described in full, so that ranks that disagree about length, root or operation all get an error
+// that says so.
 #include "shardow/group.h"
 
 #include <algorithm>
@@ -72,23 +72,23 @@ class StoreGroup final : public Group {
 
   void begin(std::string_view call, std::chrono::milliseconds) override { call_ = fmt::format("{}: ", call); }
 
-  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
-    return all_.meet(next("all_gather()"), mine, nullptr, deadline).everybody;
+  std::vector<std::string> all_gather(std::string_view own, Deadline deadline) override {
+    return all_.meet(next("all_gather()"), own, nullptr, deadline).words;
   }
 
-  Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
-    Rounds::Met met = all_.meet(next("decide()"), mine, &decide, deadline);
+  Answer decide(std::string_view own, const Decide& decide, Deadline deadline) override {
+    Rounds::Met met = all_.meet(next("decide()"), own, &decide, deadline);
     return {std::move(met.common), std::move(met.own)};
   }
 
   void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
     const auto bytes = std::as_writable_bytes(values);
-    const Decide combine = [&](const std::vector<std::string>& everybody) {
-      std::vector<uint64_t> sum(values.size()), theirs(values.size());
-      copy_into(std::as_writable_bytes(std::span(sum)), everybody.front());
-      for (size_t rank = 1; rank < everybody.size(); ++rank) {
-        copy_into(std::as_writable_bytes(std::span(theirs)), everybody[rank]);
-        for (size_t i = 0; i < sum.size(); ++i) sum[i] = combined(sum[i], theirs[i], op);
+    const Decide combine = [&](const std::vector<std::string>& words) {
+      std::vector<uint64_t> sum(values.size()), other(values.size());
+      copy_into(std::as_writable_bytes(std::span(sum)), words.front());
+      for (size_t rank = 1; rank < words.size(); ++rank) {
+        copy_into(std::as_writable_bytes(std::span(other)), words[rank]);
+        for (size_t i = 0; i < sum.size(); ++i) sum[i] = combined(sum[i], other[i], op);
       }
       return Decision{std::string(text_of(std::as_bytes(std::span(sum))))};
     };
@@ -101,7 +101,7 @@ class StoreGroup final : public Group {
     const Rounds::Met met = all_.meet(call, rank_ == root ? text_of(bytes) : std::string_view(), nullptr, deadline);
     // After the round: every rank learns of a wrong root, and none is left waiting.
     if (root < 0 || root >= size_) fail(Code::kInvalidArgument, "{} in a group of {}", call, size_);
-    if (rank_ != root) copy_into(bytes, met.everybody[static_cast<size_t>(root)]);
+    if (rank_ != root) copy_into(bytes, met.words[static_cast<size_t>(root)]);
   }
 
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
@@ -109,7 +109,7 @@ class StoreGroup final : public Group {
   }
 
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
-    copy_into(bytes, pass(from, rank_, bytes.size(), {}, deadline).everybody.front());
+    copy_into(bytes, pass(from, rank_, bytes.size(), {}, deadline).words.front());
   }
 
  private:
@@ -120,14 +120,14 @@ class StoreGroup final : public Group {
   }
 
   /// A round of two ranks, which no other waits for.
-  Rounds::Met pass(int from, int to, size_t bytes, std::string_view mine, Deadline deadline) {
+  Rounds::Met pass(int from, int to, size_t bytes, std::string_view own, Deadline deadline) {
     const int peer = rank_ == from ? to : from;
     if (peer < 0 || peer >= size_ || peer == rank_)
       fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank_, size_, peer);
     const std::string keys = fmt::format("{}{}>{}/", keys_, from, to);
     const comm::Meeting meeting{*store_, keys, gone_, {from, to}, rank_ == from ? 0u : 1u};
     return pairs_.try_emplace(keys, meeting)
-        .first->second.meet(fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to), mine, nullptr,
+        .first->second.meet(fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to), own, nullptr,
                             deadline);
   }
 
@@ -144,7 +144,7 @@ class StoreGroup final : public Group {
   const std::string keys_, gone_;  // gone_: of the ranks that have left
   Rounds all_;
   std::map<std::string, Rounds> pairs_;  // by their keys
-  std::string call_;                     // under way, as it stands before a round's operation
+  std::string call_;                     // under way, as messages name it before a round's operation
 };
 
 }  // namespace

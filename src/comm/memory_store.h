@@ -13,20 +13,20 @@ namespace shardow::comm {
 
 using Values = std::map<std::string, std::string>;
 
-/// What Store::add() does.
+/// Adds as Store::add() does.
 inline int64_t added(Values& values, const std::string& key, int64_t amount) {
   std::string& value = values[key];
   value = std::to_string((value.empty() ? 0 : std::stoll(value)) + amount);
   return std::stoll(value);
 }
 
-/// What Store::compare_set() does.
+/// Compares and sets as Store::compare_set() does.
 inline std::string compared(Values& values, const std::string& key, const std::string& expected,
                             const std::string& desired) {
-  const auto found = expected.empty() ? values.try_emplace(key).first : values.find(key);
-  if (found == values.end()) return "";
-  if (found->second == expected) found->second = desired;
-  return found->second;
+  const auto entry = expected.empty() ? values.try_emplace(key).first : values.find(key);
+  if (entry == values.end()) return "";
+  if (entry->second == expected) entry->second = desired;
+  return entry->second;
 }
 
 class MemoryStore final : public Store {
@@ -48,7 +48,7 @@ class MemoryStore final : public Store {
   std::optional<std::string> get(const std::string& key, Deadline deadline) override {
     const base::Lock lock(shelf_->mutex);
     for (bool in_time = true;; in_time = shelf_->changed.wait_until(shelf_->mutex, deadline)) {
-      if (const auto found = shelf_->values.find(key); found != shelf_->values.end()) return found->second;
+      if (const auto entry = shelf_->values.find(key); entry != shelf_->values.end()) return entry->second;
       if (!in_time) return std::nullopt;
     }
   }

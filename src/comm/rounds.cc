@@ -16,7 +16,7 @@
 namespace shardow {
 
 void Store::append(const std::string& key, const std::string& value) {
-  for (std::string there, now; (now = compare_set(key, there, there + value)) != there + value;) there = now;
+  for (std::string last, next; (next = compare_set(key, last, last + value)) != last + value;) last = next;
 }
 
 namespace comm {
@@ -29,12 +29,12 @@ constexpr size_t kLong = size_t{16} << 10;      // of words and answers: from he
 constexpr size_t kMostBytes = size_t{4} << 20;  // of a value; c10d's TCPStore drops who sends 8 MiB
 constexpr int kLane = 31;                       // ranks, with two bits each
 constexpr milliseconds kFirstLook{50}, kLook{1000}, kLookEach{1};  // kLookEach: more for each rank
-constexpr milliseconds kGrace{400};  // the first one that waited in vain has them to say for whom
+constexpr milliseconds kGrace{400};  // the first rank that waited in vain has them to name the missing ranks
 
 /// A verdict in the store: its length, what it is, more, and whatever the next round put behind it.
 enum Kind : int64_t {
   kFailed,   // code, errno, message
-  kWords,    // what the first rank put behind the last verdict: everybody reads all words
+  kWords,    // what the first rank put behind the last verdict: each rank reads all words
   kDecided,  // by whom, whether there is an answer for each rank, whether the common one is apart; the common one
 };
 
@@ -64,19 +64,20 @@ bool is_good(const std::string& body) {
 /// A rank's way through a round, as far as it has come.
 class Round {
  public:
-  Round(const Meeting& meeting, int64_t number, const std::string& call, std::string_view mine)
+  Round(const Meeting& meeting, int64_t number, const std::string& call, std::string_view own)
       : at_(meeting),
         store_(meeting.store),
         number_(number),
         call_(call),
-        mine_(mine),
+        own_(own),
         size_(static_cast<int>(meeting.ranks.size())),
         lanes_((size_ + kLane - 1) / kLane),
         lane_(static_cast<int>(meeting.index) % lanes_),
         members_(size_ / lanes_ + (lane_ < size_ % lanes_ ? 1 : 0)) {}
 
-  /// (1) to (4). `before`: the verdict of the last round, as the store has it; nothing where this rank has left that.
-  std::string verdict(std::optional<std::string> before, const Group::Decide* decide, Deadline deadline) {
+  /// (1) to (4): the verdict. `before`: the verdict of the last round, as the store has it; nothing where this rank has
+  /// left that.
+  std::string come(std::optional<std::string> before, const Group::Decide* decide, Deadline deadline) {
     const std::string has_left = failure(
         Code::kTimeout, fmt::format("rank {} has left: the ranks' store did not answer it", at_.ranks[at_.index]));
     if (!before) {
@@ -86,13 +87,13 @@ class Round {
     }
     before_ = *before;
     bool any_words = false;
-    std::string given;
+    std::string verdict;
     if (!count(tell(), &any_words)) {
-      given = wait(deadline);
-      if (given.empty()) given = who_is_missing();
-      any_words = given.empty() && store_.check(key("words"));
+      verdict = wait(deadline);
+      if (verdict.empty()) verdict = who_is_missing();
+      any_words = verdict.empty() && store_.check(key("words"));
     }
-    return body_of(given.empty() ? propose(number_, summed_up(any_words, decide)) : given);
+    return body_of(verdict.empty() ? propose(number_, summed_up(any_words, decide)) : verdict);
   }
 
   /// (4), (5): what a good verdict gives this rank. `old`: keys that are of no use any more.
@@ -101,16 +102,16 @@ class Round {
     Receiver in(verdict);
     if (in.number() == kWords) {
       common_ = in.text();
-      if (everybody_.empty()) read_everybody(true);
-      met.everybody = std::move(everybody_);
+      if (words_.empty()) read_words(true);
+      met.words = std::move(words_);
     } else {
       const auto by = in.number();
       const bool has_each = in.number() != 0, is_apart = in.number() != 0;
       if (has_each) met.own = get(key("by/{}/for/{}", by, at_.index));
       met.common = is_apart ? get(key("by/{}", by)) : in.text();
-      met.everybody.assign(at_.ranks.size(), mine_);
+      met.words.assign(at_.ranks.size(), own_);
     }
-    for (const std::string& one : old) store_.erase(one);
+    for (const std::string& erased : old) store_.erase(erased);
     if (place_ == 1) store_.erase(key("lane/{}", lane_));
     // The last verdict stays: a slow rank may not have read yet what the first one put behind it (1).
     if (lane_ == 0 && place_ == std::min(2, members_) && number_ > 0) store_.erase(key_of(number_ - 2, "verdict"));
@@ -135,7 +136,7 @@ class Round {
  private:
   /// (1): whether this rank's words go beside what all have.
   bool tell() {
-    text_ = numbers_and_text({}, call_) + mine_;
+    text_ = numbers_and_text({}, call_) + own_;
     if (text_.size() <= kShort) {
       common_ = store_.compare_set(key_of(number_ - 1, "verdict"), before_, before_ + text_).substr(before_.size());
       if (*common_ == text_) return false;
@@ -165,7 +166,7 @@ class Round {
     if (place_ > 1) return store_.get(key("verdict"), deadline).value_or("");
     for (milliseconds look = kFirstLook;; look = std::min(2 * look, kLook + size_ * kLookEach)) {
       const auto until = std::min(deadline, base::now() + look);
-      if (auto given = store_.get(key("verdict"), until)) return *given;
+      if (auto verdict = store_.get(key("verdict"), until)) return *verdict;
       if (until == deadline) return "";
       const std::vector<int> absent = missing();
       if (absent.empty()) return store_.get(key("verdict"), std::min(deadline, base::now() + kGrace)).value_or("");
@@ -173,12 +174,12 @@ class Round {
     }
   }
 
-  /// (4), in vain: a verdict on those who are missing; empty where nobody is.
+  /// (4), in vain: a verdict on missing ranks; empty where none is missing.
   std::string who_is_missing() {
     if (store_.add(key("asked"), 1) == 1) {
       written_.push_back(key("asked"));
-    } else if (auto given = store_.get(key("verdict"), base::now() + kGrace)) {
-      return *given;
+    } else if (auto verdict = store_.get(key("verdict"), base::now() + kGrace)) {
+      return *verdict;
     }
     const std::vector<int> absent = missing();
     if (absent.empty()) return "";
@@ -201,9 +202,9 @@ class Round {
     return ranks;
   }
 
-  /// That one of the missing ranks has left; empty where none has.
+  /// A verdict on a missing rank that has left; empty where none has.
   std::string gone_of(const std::vector<int>& missing) {
-    const std::string ranks = store_.check(at_.gone) ? there(at_.gone) : "";
+    const std::string ranks = store_.check(at_.gone) ? value_of(at_.gone) : "";
     for (Receiver in(ranks); !in.done();) {
       const auto rank = static_cast<int>(in.number());
       if (std::find(missing.begin(), missing.end(), rank) != missing.end())
@@ -215,8 +216,8 @@ class Round {
   /// (3)
   std::string summed_up(bool any_words, const Group::Decide* decide) {
     const std::string nothing = numbers_and_text({kDecided, 0, 0, 0}, "");
-    if (!any_words && (decide == nullptr || mine_.empty())) return nothing;
-    read_everybody(any_words);
+    if (!any_words && (decide == nullptr || own_.empty())) return nothing;
+    read_words(any_words);
     written_.push_back(key("words"));
     for (size_t i = 1; i < calls_.size(); ++i) {
       if (calls_[i] == calls_[0]) continue;
@@ -224,16 +225,15 @@ class Round {
                                                          calls_[i], at_.ranks[0], calls_[0]));
     }
     if (decide == nullptr) return numbers_and_text({kWords}, common_.value_or(""));
-    const bool all_empty =
-        std::all_of(everybody_.begin(), everybody_.end(), [](const auto& one) { return one.empty(); });
+    const bool all_empty = std::all_of(words_.begin(), words_.end(), [](const auto& words) { return words.empty(); });
     return all_empty ? nothing : decided(*decide);
   }
 
-  /// What does not fit into a verdict is there before it, under keys that no other rank writes.
+  /// Writes what does not fit into a verdict before it, under keys that no other rank writes.
   std::string decided(const Group::Decide& decide) {
     Group::Decision made;
     try {
-      made = decide(everybody_);
+      made = decide(words_);
     } catch (const Error& error) {
       return failure(error.code(), error.what(), error.os_errno());
     } catch (const std::exception& error) {
@@ -246,28 +246,28 @@ class Round {
                             is_apart ? "" : made.common);
   }
 
-  void read_everybody(bool any_words) {
+  void read_words(bool any_words) {
     std::map<int64_t, std::string> texts;
-    const std::string words = any_words ? there(key("words")) : "";
-    for (Receiver in(words); !in.done();) {
+    const std::string listed = any_words ? value_of(key("words")) : "";
+    for (Receiver in(listed); !in.done();) {
       const int64_t index = in.number();
       texts[index] = in.text();
       if (index == static_cast<int64_t>(at_.index)) texts[index] = text_;
       if (texts[index].empty()) texts[index] = get(key("{}/words", index));
     }
     if (texts.size() < at_.ranks.size() && !common_)
-      common_ = there(key_of(number_ - 1, "verdict")).substr(before_.size());
+      common_ = value_of(key_of(number_ - 1, "verdict")).substr(before_.size());
     calls_.clear();
-    everybody_.clear();
+    words_.clear();
     for (int64_t i = 0; i < size_; ++i) {
-      const auto found = texts.find(i);
-      const std::string& text = found != texts.end() ? found->second : *common_;
+      const auto entry = texts.find(i);
+      const std::string& text = entry != texts.end() ? entry->second : *common_;
       calls_.push_back(Receiver(text).text());
-      everybody_.push_back(text.substr(sizeof(int64_t) + calls_.back().size()));
+      words_.push_back(text.substr(sizeof(int64_t) + calls_.back().size()));
     }
   }
 
-  /// `body`, or the verdict that was given before.
+  /// `body`, or the verdict that was verdict before.
   std::string propose(int64_t number, const std::string& body) {
     return store_.compare_set(key_of(number, "verdict"), "", framed(body));
   }
@@ -286,14 +286,14 @@ class Round {
   }
 
   std::string get(const std::string& key) {
-    std::string value = there(key);
+    std::string value = value_of(key);
     const auto length = static_cast<size_t>(Receiver(value).number());
     value.erase(0, sizeof(int64_t));
-    for (size_t at = kMostBytes; at < length; at += kMostBytes) value += there(fmt::format("{}/{}", key, at));
+    for (size_t at = kMostBytes; at < length; at += kMostBytes) value += value_of(fmt::format("{}/{}", key, at));
     return value;
   }
 
-  std::string there(const std::string& key) { return store_.get(key, Deadline::max()).value(); }
+  std::string value_of(const std::string& key) { return store_.get(key, Deadline::max()).value(); }
 
   std::string key_of(int64_t number, std::string_view what) const {
     return fmt::format("{}{}/{}", at_.keys, number, what);
@@ -306,22 +306,22 @@ class Round {
   const Meeting& at_;
   Store& store_;
   const int64_t number_;
-  const std::string call_, mine_;
+  const std::string call_, own_;
   const int size_, lanes_, lane_, members_;  // members_: of this rank's lane
   std::string before_, text_;                // text_: of call and words
   std::optional<std::string> common_;        // what the first one put behind the last verdict
-  std::vector<std::string> calls_, everybody_, written_;
+  std::vector<std::string> calls_, words_, written_;
   int place_ = 0;  // among those of its lane, from 1 on; 0: it has not come
 };
 
 }  // namespace
 
-Rounds::Met Rounds::meet(const std::string& call, std::string_view mine, const Group::Decide* decide,
+Rounds::Met Rounds::meet(const std::string& call, std::string_view own, const Group::Decide* decide,
                          Deadline deadline) {
-  Round round(meeting_, next_++, call, mine);
+  Round round(meeting_, next_++, call, own);
   const std::vector<std::string> old = std::exchange(old_, {});
   try {
-    const std::string verdict = round.verdict(std::exchange(before_, std::nullopt), decide, deadline);
+    const std::string verdict = round.come(std::exchange(before_, std::nullopt), decide, deadline);
     if (!is_good(verdict)) {
       before_ = framed(verdict);
       Receiver in(verdict);

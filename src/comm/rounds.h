@@ -3,23 +3,22 @@
 //
 // Numbered, as the code is, for round r:
 //
-//   1. a rank puts its call and its words behind the verdict of round r - 1 (compare_set), which all have read. The
-//      first one's stay: who has the same has told all. Only who differs, or has much to say, appends its own to
-//      r/words
-//   2. it counts itself: a bit in r/lane/<n>, which 31 ranks share; the last of a lane counts that in r/lanes. The
-//      answers tell who was last of all, and whether anybody has words
-//   3. the last of all gives the verdict. Where there are words it reads them, once, and asks the call what they come
-//   to
-//   4. all others wait for the one key r/verdict, at most until their deadline; the first of each lane looks now and
-//      then whether somebody who is missing has left, or whoever had to give the verdict has. Who waited in vain looks
-//      up the bits: either ranks are missing, and the verdict says which, or it gives the verdict in another's place.
-//      compare_set keeps the first
-//   5. a good verdict means that all have come, so what lies behind the round is erased, by the first ranks that came
-//      to it. Of a round that was not good, or that a rank has left, nobody knows who wrote what: each of its keys has
-//      a rank that erases it once a later one is good. A rank that comes to a round that is over reads its verdict
+//   1. a rank puts its call and its words behind the verdict of round r - 1 (compare_set), which all ranks have read.
+//      The first rank's stay: a rank with the same need do no more. A rank whose words differ, or are long, appends its
+//      own to r/words
+//   2. it counts itself: a bit in r/lane/<n>, which 31 ranks share; the last rank of a lane counts that in r/lanes. The
+//      answers say whether this rank is the last of all, and whether any rank has words
+//   3. the last rank gives the verdict. Where there are words it reads them, once, and asks the call what they come to
+//   4. the other ranks wait for the one key r/verdict, at most until their deadline; the first rank of each lane looks
+//      now and then whether a missing rank has left, or the rank that had to give the verdict is gone. A rank that
+//      waited in vain looks up the bits: either ranks are missing, and the verdict says which, or it gives the verdict
+//      in place of the rank that had to. compare_set keeps the first
+//   5. a good verdict means that all ranks have come, so what lies behind the round is erased, by the first ranks that
+//      came to it. Of a round that was not good, or that a rank has left, no rank knows what was written: each of its
+//      keys has a rank that erases it once a later round is good. A rank that comes late reads the verdict
 //
-// Where all is well and nobody has words that is at most four operations for each rank: compare_set, add, get or its
-// part of the last one's, erase. shardow/ranks/rounds.py is the same for Python.
+// Where no rank has words that is at most four operations for each rank: compare_set, add, get or its part of the last
+// rank's, erase. shardow/ranks/rounds.py is the same for Python.
 #pragma once
 
 #include <optional>
@@ -32,7 +31,7 @@
 
 namespace shardow::comm {
 
-/// Who meets, and where; `index` is this rank's among them.
+/// Ranks that meet, and where; `index` is this rank's among them.
 struct Meeting {
   Store& store;
   std::string keys, gone;  ///< what keys begin with, and the key of ranks that have left
@@ -46,13 +45,13 @@ class Rounds {
   explicit Rounds(Meeting meeting) : meeting_(std::move(meeting)) {}
 
   struct Met {
-    std::string common, own;             ///< of what was decided
-    std::vector<std::string> everybody;  ///< without `decide`: every rank's words
+    std::string common, own;         ///< of what was decided
+    std::vector<std::string> words;  ///< by rank, without `decide`: the words of all
   };
 
-  /// The next round. `decide`, on one rank, of everybody's words, unless all are empty. Throws on all ranks what it
+  /// The next round. `decide`, on one rank, of the words of all, unless they are empty. Throws on all ranks what it
   /// throws, kInvalidArgument where calls differ, kTimeout and kPeerFailed naming who did not come.
-  Met meet(const std::string& call, std::string_view mine, const Group::Decide* decide, Deadline deadline);
+  Met meet(const std::string& call, std::string_view own, const Group::Decide* decide, Deadline deadline);
 
  private:
   const Meeting meeting_;

@@ -78,11 +78,11 @@ std::string number(int64_t value) {
   return out.bytes();
 }
 
-const Group::Decide kJoin = [](const std::vector<std::string>& everybody) {
+const Group::Decide kJoin = [](const std::vector<std::string>& words) {
   Group::Decision decision;
-  for (const std::string& one : everybody) {
-    decision.common += one + ";";
-    decision.each.push_back("for " + one);
+  for (const std::string& word : words) {
+    decision.common += word + ";";
+    decision.each.push_back("for " + word);
   }
   return decision;
 };
@@ -91,15 +91,15 @@ TEST(Rounds, DecideOnceForAllWhateverTheirNumber) {
   for (const int size : {1, 2, 31, 32, 70}) {
     Ranks ranks(size);
     std::atomic<int> decided = 0;
-    const Group::Decide decide = [&](const std::vector<std::string>& everybody) {
+    const Group::Decide decide = [&](const std::vector<std::string>& words) {
       ++decided;
-      return kJoin(everybody);
+      return kJoin(words);
     };
     ranks.all([&](size_t rank, Rounds& rounds) {
       for (int round = 0; round < 3; ++round) {
-        const std::string mine = std::to_string(rank) + std::string(rank == 1 ? 40000 : 0, 'x');
-        const Rounds::Met met = rounds.meet("call", mine, &decide, far());
-        EXPECT_EQ(met.own, "for " + mine);
+        const std::string own = std::to_string(rank) + std::string(rank == 1 ? 40000 : 0, 'x');
+        const Rounds::Met met = rounds.meet("call", own, &decide, far());
+        EXPECT_EQ(met.own, "for " + own);
         EXPECT_TRUE(met.common.starts_with("0;")) << met.common.substr(0, 20);
       }
     });
@@ -120,11 +120,11 @@ TEST(Rounds, CostARankFourOperationsWhereAllBringTheSame) {
 TEST(Rounds, TakeAllWordsAwayWhereNobodyDecides) {
   Ranks ranks(3);
   ranks.all([&](size_t rank, Rounds& rounds) {
-    EXPECT_EQ(rounds.meet("call", rank == 2 ? "other" : "same", nullptr, far()).everybody,
+    EXPECT_EQ(rounds.meet("call", rank == 2 ? "other" : "same", nullptr, far()).words,
               (std::vector<std::string>{"same", "same", "other"}));
-    EXPECT_EQ(rounds.meet("call", "same", nullptr, far()).everybody, (std::vector<std::string>(3, "same")));
-    EXPECT_EQ(rounds.meet("call", "", &kJoin, far()).common, "") << "nobody is asked";
-    EXPECT_EQ(rounds.meet(std::string(600, 'c'), "", &kJoin, far()).common, "") << "nobody is asked";
+    EXPECT_EQ(rounds.meet("call", "same", nullptr, far()).words, (std::vector<std::string>(3, "same")));
+    EXPECT_EQ(rounds.meet("call", "", &kJoin, far()).common, "") << "no rank decides";
+    EXPECT_EQ(rounds.meet(std::string(600, 'c'), "", &kJoin, far()).common, "") << "no rank decides";
   });
 }
 
@@ -137,7 +137,7 @@ TEST(Rounds, WordsOfOtherLanesAreRead) {
     };
     if (rank != 2) wait_for("r/-1/verdict");
     if (rank == 1) wait_for("r/0/lanes");
-    EXPECT_EQ(rounds.meet("call", rank == 0 ? "other" : "same", nullptr, far()).everybody.at(0), "other");
+    EXPECT_EQ(rounds.meet("call", rank == 0 ? "other" : "same", nullptr, far()).words.at(0), "other");
   });
 }
 

@@ -114,8 +114,8 @@ inline void fill(const Spec& spec, int64_t begin, std::span<std::byte> bytes) {
   }
 }
 
-inline std::vector<Held> hold(const std::vector<Spec>& specs, const Sharding& sharding, int rank, int ranks,
-                              bool filled) {
+inline std::vector<Held> hold(const Sharding& sharding, int rank, int ranks, bool filled,
+                              const std::vector<Spec>& specs = kSpecs) {
   std::vector<Held> held;
   for (const Spec& spec : specs) {
     Held& one = held.emplace_back(spec.name, spec.dtype, sharding(spec.shape, rank, ranks));
@@ -129,13 +129,11 @@ inline std::vector<Held> hold(const std::vector<Spec>& specs, const Sharding& sh
   }
   return held;
 }
-inline std::vector<Held> hold(const Sharding& sharding, int rank, int ranks, bool filled) {
-  return hold(kSpecs, sharding, rank, ranks, filled);
-}
 
-inline std::vector<TensorView> views_of(std::vector<Held>& held) {
+inline std::vector<TensorView> views_of(std::vector<Held>& held, const Device& device = {}) {
   std::vector<TensorView> views;
   for (Held& one : held) {
+    one.view.device = device;
     one.view.data = one.memory.data();
     views.push_back(one.view);
   }
@@ -182,17 +180,17 @@ class Checkpoints : public InFolder {
 
   std::vector<int> save_as(const fs::path& path, const Sharding& sharding, int ranks, const SaveOptions& options = {}) {
     return on_ranks(ranks, [&](Group& group) {
-      auto held = hold(sharding, group.rank(), ranks, true);
-      save(group, views_of(held), path, options);
+      auto held = hold(sharding, group.rank(), ranks, true, specs_);
+      save(group, views_of(held, device_), path, options);
     });
   }
 
   std::vector<int> load_as(const fs::path& path, const Sharding& sharding, int ranks, bool compare = true) {
     return on_ranks(ranks, [&](Group& group) {
-      auto held = hold(sharding, group.rank(), ranks, false);
-      load(group, views_of(held), path);
+      auto held = hold(sharding, group.rank(), ranks, false, specs_);
+      load(group, views_of(held, device_), path);
       if (!compare) return;
-      auto expected = hold(sharding, group.rank(), ranks, true);
+      auto expected = hold(sharding, group.rank(), ranks, true, specs_);
       for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
     });
   }
@@ -203,7 +201,9 @@ class Checkpoints : public InFolder {
     return found;
   }
 
-  Environment machine_;  ///< of all ranks
+  Environment machine_;               ///< of all ranks
+  Device device_;                     ///< of all tensors, whose memory is the host's
+  std::vector<Spec> specs_ = kSpecs;  ///< of what is saved and loaded
 };
 
 inline const std::vector<std::pair<const char*, Sharding>> kShardings = {

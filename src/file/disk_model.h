@@ -309,7 +309,7 @@ inline fs::path target(const Way& way) {
 
 /// Of the global `version`.
 inline std::vector<Held> values(const std::vector<Spec>& specs, const Sharding& sharding, int rank, int ranks) {
-  return hold(specs, sharding, rank, ranks, true);
+  return hold(sharding, rank, ranks, true, specs);
 }
 
 /// Collective. The storage is as the way has it for every Recorder.

@@ -121,7 +121,7 @@ TEST_F(PowerCut, FindsWhatAMachineWroteFlushedByItHoweverManyFilesThereAre) {
   machine_.syscalls = &recorder;
   const auto codes = on_ranks(2, [&](Group& group) {
     testing_disk::machine = group.rank();
-    auto held = hold(specs, rows, group.rank(), 2, true);
+    auto held = hold(rows, group.rank(), 2, true, specs);
     save(group, views_of(held), folder_ / "live" / "model", {.max_shard_size = 2048});
   });
   machine_.syscalls = nullptr;

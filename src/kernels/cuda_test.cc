@@ -201,15 +201,11 @@ TEST_F(Cuda, OneUpdateIsOneNode) {
   std::vector<Problem> problems = simple_problems(random);
   OnDevice on_device(problems);
   const auto table = cuda::upload(on_device.chunks, device_);
-  const GraphCalls& graphs = graph_calls();
-  graphs.begin_capture(stream(), kThreadLocal);
-  table->update(random_step(DType::kF32, 2, true, random));
-  void* graph = nullptr;
-  graphs.end_capture(stream(), &graph);
+  const Step step = random_step(DType::kF32, 2, true, random);
+  const Recording recording({{0, stream()}}, kThreadLocal, [&] { table->update(step); });
   size_t nodes = 0;
-  graphs.nodes(graph, nullptr, &nodes);
+  graph_calls().nodes(recording.graphs.at(0).graph, nullptr, &nodes);
   EXPECT_EQ(nodes, 1u);
-  graphs.destroy(graph);
 }
 
 TEST_F(Cuda, AGraphReplaysWithTheLatestStep) {
@@ -218,24 +214,18 @@ TEST_F(Cuda, AGraphReplaysWithTheLatestStep) {
   OnDevice on_device(actual);
   const auto table = cuda::upload(on_device.chunks, device_);
   const Step captured = random_step(DType::kF32, 2, true, random);
-  const GraphCalls& graphs = graph_calls();
-  graphs.begin_capture(stream(), kThreadLocal);
-  table->update(captured);
-  void *graph = nullptr, *replay = nullptr;
-  graphs.end_capture(stream(), &graph);
-  graphs.instantiate(&replay, graph, 0);
-  graphs.launch(replay, stream());  // before the first set_step(): does nothing
-  for (int i = 0; i < 50; ++i) {    // more than there are pinned slots, and without waiting
+  const StreamsByDevice streams{{0, stream()}};
+  const Recording recording(streams, kThreadLocal, [&] { table->update(captured); });
+  ASSERT_EQ(recording.launch(streams), 0);  // before the first set_step(): does nothing
+  for (int i = 0; i < 50; ++i) {            // more than there are pinned slots, and without waiting
     const Step step = random_step(DType::kF32, 2, true, random);
     table->set_step(step);
-    graphs.launch(replay, stream());
+    ASSERT_EQ(recording.launch(streams), 0);
     static_cast<void>(reference::update(host_chunks(expected), step));
   }
   wait();
   on_device.fetch();
   expect_equal(actual, expected, captured);
-  graphs.destroy_replay(replay);
-  graphs.destroy(graph);
 }
 
 TEST_F(Cuda, ConsecutiveUpdatesDoNotWaitForTheirSteps) {

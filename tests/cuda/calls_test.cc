@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "base/allocations.h"
-#include "comparison.h"
+#include "fake.h"
 #include "file/device.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
@@ -19,15 +19,20 @@
 #include "kernels/memory.h"
 #include "shardow/average.h"
 #include "shardow/group.h"
-#include "world.h"
+#include "tensor/dtype.h"
 
 namespace shardow {
 namespace {
 
-constexpr size_t kTensors = 300;
+constexpr int kTensors = 300;
 constexpr int64_t kLarge = 1 << 20;  // enough for threads
 
 using Numbers = std::map<std::string, int>;
+using kernels::testing::Current;
+using kernels::testing::error_of;
+using kernels::testing::kGlobal;
+using kernels::testing::kRelaxed;
+using kernels::testing::Recording;
 
 /// Many small tensors of a device, of float32 and bfloat16 by turns.
 class CudaCalls : public ::testing::Test {
@@ -36,27 +41,31 @@ class CudaCalls : public ::testing::Test {
   void TearDown() override {
     ema_.reset();
     fake::synchronize();
-    for (const TensorView& view : views_) kernels::cuda::release(view.data, view.device.index);
     views_.clear();
+    memory_.clear();
+  }
+
+  static Device device(int index = 0) { return {Device::Kind::kCuda, index, fake::stream(index, 1)}; }
+  TensorView hold(int number, const Device& device, const Region& region = Region::whole({7}),
+                  DType dtype = DType::kF32) {
+    const auto bytes = static_cast<size_t>(byte_size(dtype, region.size()));
+    return {"p" + std::to_string(number), dtype, region, memory_.emplace_back(bytes, device).data(), device};
+  }
+  void begin(const std::vector<TensorView>& weights, const std::vector<TensorView>& averages,
+             const AverageOptions& options = {}) {
+    ema_ = std::make_unique<Average>(weights, std::vector<std::vector<TensorView>>{averages}, options);
   }
 
   void make(bool on_host = false, AverageOptions options = {}) {
-    const Device device{Device::Kind::kCuda, 0, fake::stream(0, 1)};
-    for (size_t i = 0; i < kTensors; ++i) {
-      const DType dtype = i % 2 == 0 ? DType::kF32 : DType::kBF16;
+    std::vector<TensorView> averages;
+    for (int i = 0; i < kTensors; ++i) {
       Region region = Region::whole({i == 1 && on_host ? kLarge : 7});
       if (i == 0) region = Region::grid({7, 3}, {{{0, 7}}, {{1, 2}}});  // whose noise is drawn by runs
-      void* const memory = kernels::cuda::allocate(static_cast<size_t>(byte_size(dtype, region.size())), 0);
-      views_.push_back({"p" + std::to_string(i), dtype, region, memory, device});
+      views_.push_back(hold(i, device(), region, i % 2 == 0 ? DType::kF32 : DType::kBF16));
+      if (on_host) averages.push_back(hold(i, Device{}, region));
     }
-    std::vector<TensorView> averages = views_;
-    for (size_t i = 0; i < kTensors; ++i) {
-      averages[i].dtype = DType::kF32;
-      averages[i].device = {};
-      averages[i].data = memory_.emplace_back(views_[i].region.size()).data();
-    }
-    ema_ = on_host ? std::make_unique<Average>(views_, std::vector<std::vector<TensorView>>{averages}, options)
-                   : std::make_unique<Average>(views_, options);
+    if (on_host) return begin(views_, averages, options);
+    ema_ = std::make_unique<Average>(views_, options);
   }
 
   /// How often `call` asks for what.
@@ -69,15 +78,19 @@ class CudaCalls : public ::testing::Test {
   }
 
   Numbers captured() {
-    const kernels::testing::Current current(0);
-    void* graph = nullptr;
-    kernels::testing::graph_calls().begin_capture(fake::stream(0, 1), kernels::testing::kGlobal);
-    const Numbers calls = calls_of([&] { ema_->update(); });
-    kernels::testing::graph_calls().end_capture(fake::stream(0, 1), &graph);
+    Numbers calls;
+    Recording({{0, fake::stream(0, 1)}}, kGlobal, [&] { calls = calls_of([&] { ema_->update(); }); });
     return calls;
   }
 
-  std::vector<std::vector<float>> memory_;
+  static size_t pending() {
+    const std::lock_guard lock(fake::world().streams.mutex());
+    return fake::world().streams.pending();
+  }
+
+  const Numbers follows_{{"record", 1}, {"stream waits", 1}};
+
+  std::vector<kernels::Memory> memory_;
   std::vector<TensorView> views_;
   std::unique_ptr<Average> ema_;
 };
@@ -87,17 +100,18 @@ TEST_F(CudaCalls, AreFewWhateverTheNumberOfTensors) {
   EXPECT_EQ(calls_of([&] { ema_->update(); }), (Numbers{{"update", 1}}));
   EXPECT_EQ(fake::world().log[0].stream, fake::stream(0, 1));
   const int swaps = (kTensors + 125) / 126;
-  static_cast<void>(calls_of([&] { ema_->swap_in(); }));  // loads the kernel
+  for (const TensorView& view : views_) *static_cast<char*>(view.data) = 1;  // which averages do not have
+  static_cast<void>(calls_of([&] { ema_->swap_in(); }));                     // loads the kernel
   EXPECT_EQ(calls_of([&] { ema_->swap_out(); }), (Numbers{{"launch", swaps}}));
+  for (const TensorView& view : views_) EXPECT_EQ(*static_cast<const char*>(view.data), 1) << view.name;
   EXPECT_EQ(calls_of([&] { ema_->swap_in(); }), (Numbers{{"launch", swaps}}));
   ema_->swap_out();
   EXPECT_EQ(calls_of([&] { ema_->reset(); })["launch"], 1);
   EXPECT_LE(fake::calls_of("copy").size(), 1u) << "of the tally alone";
-  const Numbers follows{{"record", 1}, {"stream waits", 1}};
-  EXPECT_EQ(calls_of([&] { ema_->set_stream(0, fake::stream(0, 2)); }), follows);
+  EXPECT_EQ(calls_of([&] { ema_->set_stream(0, fake::stream(0, 2)); }), follows_);
   EXPECT_EQ(calls_of([&] { ema_->set_stream(0, fake::stream(0, 2)); }), Numbers{});
   EXPECT_EQ(calls_of([&] { ema_->set_stream(1, fake::stream(1, 1)); }), Numbers{}) << "of no view's device";
-  EXPECT_EQ(calls_of([&] { ema_->bind(views_); }), follows) << "nothing moved, so no table is made anew";
+  EXPECT_EQ(calls_of([&] { ema_->bind(views_); }), follows_) << "nothing moved, so no table is made anew";
 }
 
 TEST_F(CudaCalls, OfTheFirstStepThatDrawsNoiseAreTheLaunchAlone) {
@@ -109,20 +123,6 @@ TEST_F(CudaCalls, AskForKernelsOfTheTablesDtypes) {
   make();
   for (const fake::Kernel& kernel : fake::world().kernels)
     EXPECT_EQ(kernel.name.find("double"), std::string::npos) << kernel.name;
-}
-
-TEST_F(CudaCalls, LeaveTheThreadsDeviceAndCaptureModeAsTheyWere) {
-  make();
-  ema_->update();
-  ema_->swap_in();
-  ema_->swap_out();
-  EXPECT_EQ(fake::current_device(), -1);
-  const kernels::testing::Current current(1);
-  ema_->update();
-  EXPECT_EQ(fake::current_device(), 1);
-  int mode = fake::kGlobal;
-  kernels::cuda::driver().exchange_capture_mode(&mode);
-  EXPECT_EQ(mode, fake::kGlobal);
 }
 
 TEST_F(CudaCalls, AnUpdateOfAveragesOnTheHostMakesNothingAnew) {
@@ -156,15 +156,11 @@ TEST_F(CudaCalls, AnUpdateOfAveragesOnTheHostMakesNothingAnew) {
 
 TEST_F(CudaCalls, CopiesOfNeighboursInOneAllocationAloneAreOne) {
   auto* const memory = static_cast<float*>(kernels::cuda::allocate(84, 0));
-  std::vector<TensorView> views, averages;
-  std::vector<float> on_host(14);
-  for (size_t i = 0; i < 2; ++i) {
-    const Device device{Device::Kind::kCuda, 0, fake::stream(0, 1)};
-    views.push_back({"p" + std::to_string(i), DType::kF32, Region::whole({7}), memory + 7 * (i + 1), device});
-    averages.push_back({"p" + std::to_string(i), DType::kF32, Region::whole({7}), on_host.data() + 7 * i, {}});
-  }
+  TensorView first = hold(0, device()), second = hold(1, device());
+  first.data = memory + 7;
+  second.data = memory + 14;
   for (const int copies : {1, 2}) {
-    ema_ = std::make_unique<Average>(views, std::vector<std::vector<TensorView>>{averages}, AverageOptions{});
+    begin({first, second}, {hold(0, Device{}), hold(1, Device{})});
     EXPECT_EQ(calls_of([&] {
                 ema_->update();
                 ema_->wait();
@@ -180,12 +176,9 @@ TEST_F(CudaCalls, AnUpdateThatFailedHasNoCopyOnItsWay) {
     make(true);
     fake::fail_copy(100, -1);
     ema_->update();
-    EXPECT_NE(testing::error_of([&] { ema_->wait(); }), "");
+    EXPECT_NE(error_of([&] { ema_->wait(); }), "");
     fake::fail_copy(-1);
-    {
-      const std::lock_guard lock(fake::world().streams.mutex());
-      EXPECT_EQ(fake::world().streams.pending(), 0u) << "the weights may be freed now";
-    }
+    EXPECT_EQ(pending(), 0u) << "the weights may be freed now";
     TearDown();
   }
 }
@@ -194,7 +187,7 @@ TEST_F(CudaCalls, AnUpdateThatFailedIsToldWhereTheNextOneIsRefused) {
   make(true, {.ring_bytes = int64_t{1} << 26});
   fake::fail_copy(100, 1);
   ema_->update(1);
-  const auto told = [&] { return testing::error_of([&] { ema_->update(1); }); };
+  const auto told = [&] { return error_of([&] { ema_->update(1); }); };
   EXPECT_NE(told().find("the update of step 1 was not made"), std::string::npos);
   EXPECT_NE(told().find("step 1 has been counted already"), std::string::npos);
 }
@@ -207,10 +200,7 @@ TEST_F(CudaCalls, TheStreamWaitsForTheLastCopyAndTheHostDoesNot) {
   fake::world().log.clear();
   ema_->update();
   ema_->finish_reading();  // nothing has been copied yet
-  {
-    const std::lock_guard lock(fake::world().streams.mutex());
-    EXPECT_GT(fake::world().streams.pending(), 0u);
-  }
+  EXPECT_GT(pending(), 0u);
   EXPECT_EQ(fake::calls_of("stream waits").back().stream, fake::stream(0, 1));
   held.count_down();
   ema_->wait();
@@ -221,8 +211,7 @@ TEST_F(CudaCalls, AnotherStreamWaitsForTheCopiesOfAveragesOnTheHost) {
   ema_->update();
   ema_->finish_reading();  // the stream before waits for the last copy, and the other one for that stream
   ema_->wait();
-  const Numbers follows{{"record", 1}, {"stream waits", 1}};
-  EXPECT_EQ(calls_of([&] { ema_->set_stream(0, fake::stream(0, 2)); }), follows);
+  EXPECT_EQ(calls_of([&] { ema_->set_stream(0, fake::stream(0, 2)); }), follows_);
   EXPECT_EQ(fake::calls_of("stream waits").back().stream, fake::stream(0, 2));
   EXPECT_EQ(fake::calls_of("record").back().stream, fake::stream(0, 1));
 }
@@ -239,9 +228,8 @@ TEST_F(CudaCalls, ASwapGoesBackOnTheStreamThatIsFollowedByThen) {
 }
 
 TEST_F(CudaCalls, MemoryThatWasHandedOnGoesBackToWhereItIsFrom) {
-  const Device device{Device::Kind::kCuda, 0};
   {
-    kernels::Memory pinned = kernels::Memory::pinned(64, device), on_host(64, Device{}), on_device(64, device);
+    kernels::Memory pinned = kernels::Memory::pinned(64, device()), on_host(64, Device{}), on_device(64, device());
     fake::world().log.clear();
     std::swap(pinned, on_host);
     on_device = std::move(on_host);
@@ -257,7 +245,7 @@ TEST_F(CudaCalls, AnUpdateInACaptureTakesItsStepFromTheDevice) {
   for (int64_t step = 2; step < 40; ++step)  // more than there are pinned slots
     EXPECT_EQ(calls_of([&] { ema_->prepare_replay(); })["update"], 0);
   static_cast<void>(ema_->prepare_replay());
-  EXPECT_NE(testing::error_of([&] { ema_->prepare_replay(); }).find("has no launch for that; capture update() anew"),
+  EXPECT_NE(error_of([&] { ema_->prepare_replay(); }).find("has no launch for that; capture update() anew"),
             std::string::npos)
       << "the first step that rounds stochastically";
   EXPECT_EQ(ema_->stats().step, 40);
@@ -266,50 +254,9 @@ TEST_F(CudaCalls, AnUpdateInACaptureTakesItsStepFromTheDevice) {
   EXPECT_EQ(ema_->stats().step, 41);
 }
 
-/// The host runs ahead of the device, until it has no pinned memory left for steps.
-TEST_F(CudaCalls, StepsOfReplaysStayUntilTheDeviceHasReadThem) {
-  const kernels::testing::GraphCalls& graphs = kernels::testing::graph_calls();
-  const auto average_after = [&](bool late) {
-    fake::reset({.num_devices = 2, .threads = late});
-    const kernels::testing::Current current(0);
-    auto* const weights = static_cast<float*>(kernels::cuda::allocate(28, 0));
-    std::fill_n(weights, 7, 0.0f);
-    views_ = {{"p", DType::kF32, Region::whole({7}), weights, {Device::Kind::kCuda, 0, fake::stream(0, 1)}}};
-    ema_ = std::make_unique<Average>(views_, AverageOptions{.schedules = {Schedule::warmup(0.999)}});
-    fake::synchronize();
-    std::fill_n(weights, 7, 1.0f);
-    void *graph = nullptr, *replay = nullptr;
-    graphs.begin_capture(fake::stream(0, 1), kernels::testing::kThreadLocal);
-    ema_->update();
-    graphs.end_capture(fake::stream(0, 1), &graph);
-    graphs.instantiate(&replay, graph, 0);
-    std::latch held(1);
-    if (late) fake::enqueue(0, fake::stream(0, 1), [&] { held.wait(); });
-    std::jthread host([&] {
-      const kernels::testing::Current in_thread(0);
-      for (int step = 0; step < 24; ++step) {
-        ema_->prepare_replay();
-        graphs.launch(replay, fake::stream(0, 1));
-      }
-    });
-    std::this_thread::sleep_for(std::chrono::milliseconds(late ? 100 : 0));
-    held.count_down();
-    host.join();
-    fake::synchronize();
-    const float average = *static_cast<const float*>(ema_->views()[0].data);
-    graphs.destroy_replay(replay);
-    graphs.destroy(graph);
-    TearDown();
-    return average;
-  };
-  const float expected = average_after(false);
-  EXPECT_GT(expected, 0.1f);
-  EXPECT_EQ(average_after(true), expected);
-}
-
 TEST_F(CudaCalls, ANewStreamComesAfterTheWorkOfOneThatIsGone) {
   make();
-  const kernels::testing::Current current(0);
+  const Current current(0);
   void* stream = nullptr;
   kernels::cuda::driver().create_stream(&stream, kernels::cuda::kNonBlocking);
   ema_->set_stream(0, stream);
@@ -320,87 +267,54 @@ TEST_F(CudaCalls, ANewStreamComesAfterTheWorkOfOneThatIsGone) {
 
 TEST_F(CudaCalls, AveragesThatBeginAgainWithinACaptureAreRefused) {
   make();
-  const kernels::testing::Current current(0);
-  void* graph = nullptr;
-  kernels::testing::graph_calls().begin_capture(fake::stream(0, 1), kernels::testing::kGlobal);
-  EXPECT_NE(testing::error_of([&] { ema_->reset(); }).find("outside of a capture"), std::string::npos);
-  kernels::testing::graph_calls().end_capture(fake::stream(0, 1), &graph);
+  Recording({{0, fake::stream(0, 1)}}, kGlobal,
+            [&] { EXPECT_NE(error_of([&] { ema_->reset(); }).find("outside of a capture"), std::string::npos); });
   ema_->reset();
 }
 
 TEST_F(CudaCalls, AReplayIsPreparedOnEveryDeviceOrOnNone) {
-  const kernels::testing::GraphCalls& graphs = kernels::testing::graph_calls();
-  std::vector<TensorView> averages;
-  for (const int index : {0, 1}) {
-    const Device device{Device::Kind::kCuda, index, fake::stream(index, 1)};
-    for (std::vector<TensorView>* views : {&views_, &averages}) {
-      const std::string name = "p" + std::to_string(index);
-      views->push_back({name, DType::kF32, Region::whole({7}), kernels::cuda::allocate(28, index), device});
-    }
-  }
-  ema_ = std::make_unique<Average>(views_, std::vector<std::vector<TensorView>>{averages}, AverageOptions{});
-  views_.insert(views_.end(), averages.begin(), averages.end());
-  void* graph = nullptr;
-  const auto in_captures = [&](const std::vector<int>& devices, const std::function<void()>& call) {
-    for (const int index : devices) {
-      const kernels::testing::Current current(index);
-      graphs.begin_capture(fake::stream(index, 1), kernels::testing::kRelaxed);
-    }
-    call();
-    for (const int index : devices) {
-      const kernels::testing::Current current(index);
-      graphs.end_capture(fake::stream(index, 1), &graph);
-    }
-  };
+  void *const first = fake::stream(0, 1), *const second = fake::stream(1, 1);
+  for (const int index : {0, 0, 1, 1}) views_.push_back(hold(index, device(index)));
+  begin({views_[0], views_[2]}, {views_[1], views_[3]});
+  const auto update = [&] { ema_->update(); };
   const auto prepare = [&] { ema_->prepare_replay(); };
-  in_captures({0}, [&] { ema_->update(); });
-  EXPECT_EQ(calls_of([&] { EXPECT_NE(testing::error_of(prepare).find("on device 1"), std::string::npos); }), Numbers{});
-  in_captures({0, 1}, [&] { ema_->update(); });
-  in_captures({1}, [&] {
-    EXPECT_EQ(calls_of([&] { EXPECT_NE(testing::error_of(prepare).find("on device 1"), std::string::npos); }),
-              Numbers{});
-  });
+  const auto try_to_prepare = [&] {
+    EXPECT_EQ(calls_of([&] { EXPECT_NE(error_of(prepare).find("on device 1"), std::string::npos); }), Numbers{});
+  };
+  Recording({{0, first}}, kRelaxed, update);
+  try_to_prepare();
+  Recording({{0, first}, {1, second}}, kRelaxed, update);
+  Recording({{1, second}}, kRelaxed, try_to_prepare);
   EXPECT_EQ(ema_->stats().step, 0);
   EXPECT_EQ(calls_of(prepare)["copy"], 2);
 }
 
-/// More of them than there are pinned steps, on a device that is late.
+/// More of them than there are pinned steps: a host that runs ahead of a late device waits until it has read one.
 TEST_F(CudaCalls, EachOfManyReplaysInARowTakesItsOwnStep) {
-  const kernels::testing::GraphCalls& graphs = kernels::testing::graph_calls();
   const AverageOptions options{.schedules = {Schedule::mean()}};
-  for (uint64_t seed = 0; seed < 5; ++seed) {
-    fake::reset({.num_devices = 1, .seed = seed});
-    const kernels::testing::Current current(0);
-    void *const stream = fake::stream(0, 1), *graph = nullptr, *replay = nullptr;
+  for (uint64_t seed = 0; seed <= 5; ++seed) {
+    const bool threads = seed == 5;
+    fake::reset({.seed = threads ? std::nullopt : std::optional(seed), .threads = threads});
+    void* const stream = fake::stream(0, 1);
     std::vector<float> weights(7);
-    const TensorView view{"p", DType::kF32, Region::whole({7}), weights.data()};
-    Average oracle(std::vector{view}, options);
-    views_ = {view, view};
-    for (TensorView& on_device : views_) {
-      on_device.device = {Device::Kind::kCuda, 0, stream};
-      on_device.data = kernels::cuda::allocate(sizeof(float) * 7, 0);
-      std::fill_n(static_cast<float*>(on_device.data), 7, 0.0f);
-    }
-    ema_ =
-        std::make_unique<Average>(std::vector{views_[0]}, std::vector<std::vector<TensorView>>{{views_[1]}}, options);
+    Average oracle(std::vector{TensorView{"p", DType::kF32, Region::whole({7}), weights.data()}}, options);
+    views_ = {hold(0, device()), hold(0, device())};
+    auto *const on_device = static_cast<float*>(views_[0].data), *const average = static_cast<float*>(views_[1].data);
+    std::fill_n(on_device, 7, 0.0f);
+    begin({views_[0]}, {views_[1]}, options);
     fake::synchronize();
     std::fill_n(weights.begin(), 7, 1.0f);
-    std::fill_n(static_cast<float*>(views_[0].data), 7, 1.0f);
-    graphs.begin_capture(stream, kernels::testing::kGlobal);
-    ema_->update();
-    graphs.end_capture(stream, &graph);
-    graphs.instantiate(&replay, graph, 0);
+    std::fill_n(on_device, 7, 1.0f);
+    const Recording recording({{0, stream}}, kGlobal, [&] { ema_->update(); });
+    if (threads) fake::enqueue(0, stream, [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); });
     for (int step = 0; step < 50; ++step) {
       ema_->prepare_replay();
-      graphs.launch(replay, stream);
+      ASSERT_EQ(recording.launch({{0, stream}}), 0);
       oracle.update();
     }
     fake::synchronize();
-    const auto* const averages = static_cast<const float*>(views_[1].data);
     const auto* const wanted = static_cast<const float*>(oracle.views()[0].data);
-    EXPECT_TRUE(std::equal(averages, averages + 7, wanted)) << seed << ": " << averages[0] << " and " << wanted[0];
-    graphs.destroy(graph);
-    graphs.destroy_replay(replay);
+    EXPECT_TRUE(std::equal(average, average + 7, wanted)) << seed << ": " << *average << " and " << *wanted;
     TearDown();
   }
 }
@@ -409,9 +323,9 @@ TEST_F(CudaCalls, AReplayThatIsRefusedLeavesTheErrorOfTheUpdateBefore) {
   make(true);
   fake::fail_copy(0, -1);
   ema_->update();
-  EXPECT_NE(testing::error_of([&] { ema_->prepare_replay(); }).find("prepare_replay(): the averages are on the host"),
+  EXPECT_NE(error_of([&] { ema_->prepare_replay(); }).find("prepare_replay(): the averages are on the host"),
             std::string::npos);
-  EXPECT_NE(testing::error_of([&] { ema_->wait(); }), "");
+  EXPECT_NE(error_of([&] { ema_->wait(); }), "");
   fake::fail_copy(-1);
 }
 
@@ -420,7 +334,7 @@ TEST_F(CudaCalls, AReplayThatIsRefusedLeavesTheErrorOfTheUpdateBefore) {
 TEST_F(CudaCalls, TheEndWaitsForWhatIsUnderWay) {
   for (uint64_t seed = 0; seed < 40; ++seed) {
     fake::reset({.num_devices = 2, .seed = seed});
-    const kernels::testing::Current current(0);
+    const Current current(0);
     make();
     captured();
     void* stream = fake::stream(0, 1);
@@ -429,15 +343,13 @@ TEST_F(CudaCalls, TheEndWaitsForWhatIsUnderWay) {
       ema_->set_stream(0, stream);
     }
     ema_->prepare_replay();
-    if (seed % 2 == 0) ema_->reset();
-    void* graph = nullptr;
     if (seed % 2 == 0) {
+      ema_->reset();
       kernels::cuda::driver().destroy_stream(stream);
+      ema_.reset();
     } else {
-      kernels::testing::graph_calls().begin_capture(stream, kernels::testing::kGlobal);
+      Recording({{0, stream}}, kGlobal, [&] { ema_.reset(); });
     }
-    ema_.reset();
-    if (seed % 2 == 1) kernels::testing::graph_calls().end_capture(stream, &graph);
     TearDown();
   }
 }
@@ -460,10 +372,10 @@ TEST_F(CudaCalls, RefusalsNameTheTensorOrTheNumber) {
   auto groups = threads(2);
   AverageOptions options;
   options.replicas = groups[0].get();
-  EXPECT_NE(testing::error_of([&] { make(false, options); }).find("'p0'"), std::string::npos);
+  EXPECT_NE(error_of([&] { make(false, options); }).find("'p0'"), std::string::npos);
   ema_ = std::make_unique<Average>(views_, AverageOptions{});
   views_[1].device.stream = fake::stream(0, 3);
-  EXPECT_NE(testing::error_of([&] { ema_->bind(views_); }), "") << "views of two streams";
+  EXPECT_NE(error_of([&] { ema_->bind(views_); }), "") << "views of two streams";
 }
 
 }  // namespace

@@ -2,22 +2,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
+#include <limits>
 #include <utility>
 
-#include "emulation.h"
-#include "world.h"
+#include "fake.h"
 
 namespace shardow::fake {
 
 std::function<void()> between;
 
 World& world() {
-  static World* const only = [] {
-    auto* const made = new World;  // never destroyed: engines free their memory at exit
-    made->memory.start(false);
-    return made;
-  }();
+  static World* const only = new World;  // never destroyed: engines free their memory at exit
   return *only;
 }
 
@@ -25,28 +20,18 @@ std::unique_lock<std::mutex> locked() {
   return std::unique_lock(world().streams.mutex());
 }
 
-std::unique_lock<std::mutex> called() {
-  auto lock = locked();
-  world().streams.some(lock);
-  return lock;
-}
-
-Result state() {
-  return world().streams.until_broken == 0 ? kIllegalAddress : kSuccess;
-}
-
 Work on_device(Work work) {
   if (world().options.guard) {
     work.part = [part = std::move(work.part)](size_t number, Random* random) {
-      const Memory::Open open(world().memory);
+      world().memory.protect(false);
       part(number, random);
+      world().memory.protect(true);
     };
   }
   return work;
 }
 
 void reset(const Options& options) {
-  world().streams.stop();
   world().streams.start(options.seed, options.threads);
   const auto lock = locked();
   static_cast<Session&>(world()) = Session{options};
@@ -84,14 +69,13 @@ void enqueue(int device, void* stream, std::function<void()> work) {
 
 void follow(int device, void* stream, void* behind) {
   const auto lock = locked();
-  const MarkPtr mark = world().streams.last(device, behind);
+  const Mark mark = world().streams.at(device, behind).last;
   if (mark != nullptr && stream != behind) world().streams.add(device, stream, Work{}, {mark});
 }
 
 void run(void* stream, int device) {
   auto lock = locked();
-  const MarkPtr mark = world().streams.last(device, stream);
-  if (mark != nullptr) world().streams.until(lock, [&] { return mark->done; });
+  world().streams.until(lock, [mark = world().streams.at(device, stream).last] { return done(mark); });
 }
 
 void fetch(void* to, const void* from, size_t bytes, int device, void* stream) {
@@ -120,8 +104,8 @@ void fail_allocation(int number) {
 
 void fail_copy(int number, int times) {
   const auto lock = locked();
-  world().until_copy_fails = number;
-  world().times = times;
+  world().failing_from = world().num_copies + number;
+  world().failing_to = times < 0 ? std::numeric_limits<int>::max() : world().failing_from + times;
 }
 
 }  // namespace shardow::fake

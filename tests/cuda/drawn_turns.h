@@ -3,14 +3,10 @@
 // seed.
 #pragma once
 
-#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <mutex>
 #include <random>
-#include <utility>
 #include <vector>
 
 #include "base/turns.h"
@@ -21,9 +17,8 @@ namespace shardow::fake {
 /// While it lives, threads take turns. The thread that makes it has the first one; workers are made and end meanwhile.
 class DrawnTurns final : public base::Turns {
  public:
-  explicit DrawnTurns(uint64_t seed)
-      : random_(seed), stays_(1 + static_cast<unsigned>(random_() % 8)), present_{{nullptr, 0}} {
-    mine = 0;
+  explicit DrawnTurns(uint64_t seed) : random_(seed), stays_(1 + static_cast<unsigned>(random_() % 8)) {
+    mine = nullptr;
     base::turns = this;
     between = [this] { pass(); };
   }
@@ -31,41 +26,32 @@ class DrawnTurns final : public base::Turns {
     base::turns = nullptr;
     between = nullptr;
   }
-  DrawnTurns(const DrawnTurns&) = delete;
-  DrawnTurns& operator=(const DrawnTurns&) = delete;
 
   void add(const void* who) override {
     const Lock lock(mutex_);
-    present_.emplace_back(who, next_++);
-    changed_.notify_all();
+    present_.push_back(who);
   }
   void begin(const void* who) override {
     Lock lock(mutex_);
-    changed_.wait(lock, [&] {
-      const auto found =
-          std::find_if(present_.begin(), present_.end(), [&](const auto& one) { return one.first == who; });
-      return found != present_.end() && (mine = found->second) == turn_;
-    });
+    mine = who;
+    changed_.wait(lock, [&] { return turn_ == who; });
   }
   void end() override {
     const Lock lock(mutex_);
-    std::erase_if(present_, [](const auto& one) { return one.second == mine; });
-    turn_ = present_[random_() % present_.size()].second;
+    std::erase(present_, mine);
+    turn_ = present_[random_() % present_.size()];
     changed_.notify_all();
   }
   void await(const std::function<bool()>& done) override {
     while (!done()) {
       Lock lock(mutex_);
-      if (present_.size() == 1) {
-        std::fprintf(stderr, "a thread waits for another one, and there is none\n");
-        std::abort();
-      }
+      if (present_.size() == 1) give_up("a thread waits for another one, and there is none");
       give(lock, true);
     }
   }
 
  private:
-  static inline thread_local int mine = 0;
+  static inline thread_local const void* mine = nullptr;  // who this thread is
 
   using Lock = std::unique_lock<std::mutex>;
 
@@ -75,21 +61,20 @@ class DrawnTurns final : public base::Turns {
   }
   /// Returns when this thread has the turn again.
   void give(Lock& lock, bool others_only) {
-    const int me = mine;
     do {
-      turn_ = present_[random_() % present_.size()].second;
-    } while (others_only && turn_ == me);
-    if (turn_ == me) return;
+      turn_ = present_[random_() % present_.size()];
+    } while (others_only && turn_ == mine);
+    if (turn_ == mine) return;
     changed_.notify_all();
-    changed_.wait(lock, [&] { return turn_ == me; });
+    changed_.wait(lock, [&] { return turn_ == mine; });
   }
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::mt19937_64 random_;
-  unsigned stays_;                                    // a turn is passed on once in so many times
-  std::vector<std::pair<const void*, int>> present_;  // (who, number), in the order in which they were added
-  int turn_ = 0, next_ = 1;
+  unsigned stays_;                             // a turn is passed on once in so many times
+  std::vector<const void*> present_{nullptr};  // in the order in which they were added; null: who made this
+  const void* turn_ = nullptr;
 };
 
 }  // namespace shardow::fake

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <memory>
@@ -12,10 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "emulation.h"
-#include "kernels/cuda_work.h"
-#include "variables.h"
-#include "world.h"
+#include "fake.h"
 
 namespace shardow::fake {
 
@@ -26,18 +22,22 @@ thread_local int mode_of_thread = kGlobal;
 
 thread_local int depth = 0;
 
-/// Begins most functions.
+/// Begins most functions: the device goes on, others have their turns, and the log has what is called.
 struct Entered : std::unique_lock<std::mutex> {
-  explicit Entered(const char* function) {
+  explicit Entered(const char* what = nullptr, void* stream = nullptr, const char* function = __builtin_FUNCTION()) {
     ++depth;
-    if (contexts_of_thread.empty()) {
-      std::fprintf(stderr, "%s without a current context\n", function);
-      std::abort();
-    }
-    std::unique_lock<std::mutex>::operator=(called());
+    if (contexts_of_thread.empty()) give_up(std::string(function) + " without a current context");
+    std::unique_lock<std::mutex>::operator=(locked());
+    world().streams.some(*this);
+    if (what != nullptr) world().note(what, stream);
   }
   ~Entered() { --depth; }
 };
+
+/// Not kSuccess where the device has failed for good.
+Result state() {
+  return broken() ? kIllegalAddress : kSuccess;
+}
 
 Result lose(Capture& capture, Result result) {
   capture.invalid = true;
@@ -48,64 +48,62 @@ Result lose(Capture& capture, Result result) {
 Result outside_of_captures() {
   Result result = kSuccess;
   if (mode_of_thread == kRelaxed) return result;
-  for (const auto& [stream, capture] : world().captures) {
-    const bool own = capture->thread == std::this_thread::get_id();
-    if (own ? capture->mode != kRelaxed : capture->mode == kGlobal && mode_of_thread == kGlobal)
-      result = lose(*capture, kCaptureUnsupported);
+  for (const Stream& stream : world().streams.all()) {
+    if (stream.capture == nullptr) continue;
+    const bool own = stream.capture->thread == std::this_thread::get_id();
+    if (own ? stream.capture->mode != kRelaxed : stream.capture->mode == kGlobal && mode_of_thread == kGlobal)
+      result = lose(*stream.capture, kCaptureUnsupported);
   }
   return result;
 }
 
-/// Checks a wait for a stream, or a question to it.
-Result outside_of_capture_of(void* stream) {
-  if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
-  const auto entry = world().captures.find(stream);
-  return entry != world().captures.end() ? lose(*entry->second, kCaptureUnsupported) : outside_of_captures();
+Stream* stream_of(void* handle) {
+  return world().streams.find(current_device(), handle);
+}
+
+std::shared_ptr<Capture> capture_of(void* handle) {
+  const Stream* const stream = stream_of(handle);
+  return stream != nullptr ? stream->capture : nullptr;
+}
+
+bool is_gone(void* handle) {
+  return handle != nullptr && stream_of(handle) == nullptr;
+}
+
+bool is_current(void* handle) {
+  return handle == nullptr || (!is_gone(handle) && stream_of(handle)->device == current_device());
 }
 
 /// The default stream waits for blocking ones, which a capture can't have.
-Result implicit(void* stream) {
-  for (const auto& [other, capture] : world().captures) {
-    const auto kind = world().streams.kind_of(other);
-    if (stream == nullptr && kind && kind->blocking && kind->device == current_device())
-      return lose(*capture, kCaptureImplicit);
+Result implicit(void* handle) {
+  for (const Stream& other : world().streams.all()) {
+    if (handle == nullptr && other.capture != nullptr && other.blocking && other.device == current_device())
+      return lose(*other.capture, kCaptureImplicit);
   }
   return kSuccess;
 }
 
-/// A block's; 0: the address lies in none.
-uint64_t number_of(const void* address) {
-  const Block* const block = world().memory.find(address);
-  return block != nullptr ? block->number : 0;
-}
-
-bool pinned(const void* address) {
-  const Block* const block = world().memory.find(address);
-  return block != nullptr && block->pinned;
+/// The block that an address lies in.
+const Block& block_of(const void* address) {
+  return world().memory.find(address);
 }
 
 /// Into the stream, or into the graph that it is captured into. `touched`: addresses that the work is given.
-Result enqueue(void* stream, Work work, const std::vector<const void*>& touched) {
-  if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
-  if (const Result result = implicit(stream)) return result;
-  for (const void* address : touched) work.blocks.push_back(number_of(address));
-  const auto entry = world().captures.find(stream);
-  if (entry == world().captures.end()) {
-    world().streams.add(current_device(), stream, std::move(work));
+Result enqueue(void* handle, Work work, const std::vector<const void*>& touched) {
+  if (is_gone(handle)) return kInvalidHandle;
+  if (const Result result = implicit(handle)) return result;
+  for (const void* address : touched) work.blocks.push_back(block_of(address));
+  const auto capture = capture_of(handle);
+  if (capture == nullptr) {
+    world().streams.add(current_device(), handle, std::move(work));
     return state();
   }
-  if (entry->second->invalid) return kCaptureInvalidated;
-  entry->second->graph.push_back(std::move(work));
+  if (capture->invalid) return kCaptureInvalidated;
+  capture->graph.push_back(std::move(work));
   return kSuccess;
 }
 
-bool is_current(void* stream) {
-  const auto kind = world().streams.kind_of(stream);
-  return stream == nullptr || (kind && kind->device == current_device());
-}
-
-Result allocate(const char* what, void** memory, size_t bytes, bool pinned) {
-  world().note(what);
+Result allocate(void** memory, size_t bytes, bool pinned) {
   if (const Result result = state()) return result;
   if (const Result result = outside_of_captures()) return result;
   int& left = world().until_allocation_fails;
@@ -114,74 +112,18 @@ Result allocate(const char* what, void** memory, size_t bytes, bool pinned) {
   return *memory != nullptr ? kSuccess : kOutOfMemory;
 }
 
-Result wait_for(std::unique_lock<std::mutex>& lock, const std::vector<MarkPtr>& marks) {
-  world().streams.until(lock, [&] {
-    return std::all_of(marks.begin(), marks.end(), [](const MarkPtr& mark) { return !mark || mark->done; });
-  });
+Result wait_for(std::unique_lock<std::mutex>& lock, const std::vector<Mark>& marks) {
+  world().streams.until(lock, [&] { return std::all_of(marks.begin(), marks.end(), done); });
   return state();
 }
 
 /// Aborts where work is under way that was given the memory: CUDA's functions wait for the device, mostly.
-Result release(const char* what, void* memory) {
-  world().note(what);
+Result release(void* memory) {
   if (const Result result = outside_of_captures()) return result;
-  if (const uint64_t number = number_of(memory); state() == kSuccess && world().streams.uses(number)) {
-    std::fprintf(stderr, "memory is freed that work under way was given\n");
-    std::abort();
-  }
+  const uint64_t number = block_of(memory).number;
+  if (!broken() && number != 0 && world().streams.uses(number))
+    give_up("memory is freed that work under way was given");
   return world().memory.give(memory) ? kSuccess : kInvalidValue;
-}
-
-bool copy_fails() {
-  World& all = world();
-  if (all.until_copy_fails > 0) return (--all.until_copy_fails, false);
-  if (all.until_copy_fails < 0 || all.times == 0) return false;
-  if (all.times > 0) --all.times;
-  return true;
-}
-
-/// In pieces, which a kernel of another stream may come between.
-Result copy(void* to, const void* from, size_t bytes, void* stream) {
-  World& all = world();
-  all.note("copy", stream);
-  if (const Result result = state()) return result;
-  if (copy_fails()) return kInvalidValue;
-  for (const void* begin : {static_cast<const void*>(to), from}) {
-    const void* const last = static_cast<const std::byte*>(begin) + (bytes > 0 ? bytes - 1 : 0);
-    if (number_of(begin) != number_of(last)) return kInvalidValue;
-  }
-  if (pinned(to)) all.copied_to_host += static_cast<int64_t>(bytes);
-  if (pinned(from)) all.copied_to_device += static_cast<int64_t>(bytes);
-  const size_t parts = bytes >= 64 ? 3 : 1;
-  const auto part = [=](size_t number, Random*) {
-    const size_t begin = bytes * number / parts, end = bytes * (number + 1) / parts;
-    if (end > begin)
-      std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
-  };
-  return enqueue(stream, on_device({parts, part}), {to, from});
-}
-
-/// Addresses that the arguments have in them, structs included.
-std::vector<const void*> addresses_in(const Twin& twin, void** arguments) {
-  std::vector<const void*> addresses;
-  for (size_t i = 0; i < twin.sizes.size(); ++i) {
-    for (size_t at = 0; at + sizeof(void*) <= twin.sizes[i]; at += sizeof(void*))
-      std::memcpy(&addresses.emplace_back(), static_cast<const std::byte*>(arguments[i]) + at, sizeof(void*));
-  }
-  return addresses;
-}
-
-Result launch(const Kernel& kernel, unsigned grid, unsigned block, void* stream, void** arguments) {
-  world().note(kernel.name.rfind("update_kernel", 0) == 0 ? "update" : "launch", stream);
-  if (const Result result = state()) return result;
-  if (grid == 0 || block == 0 || block > 1024) return kInvalidValue;
-  if (kernel.device != current_device() || !is_current(stream)) return kInvalidHandle;
-  const size_t each = (grid + 63) / 64, parts = (grid + each - 1) / each;  // blocks to a part
-  const auto part = [=, body = kernel.twin->bind(arguments)](size_t number, Random* random) {
-    for (size_t index = number * each; index < std::min<size_t>((number + 1) * each, grid); ++index)
-      run_block(grid, block, static_cast<unsigned>(index), body, random);
-  };
-  return enqueue(stream, on_device({parts, part}), addresses_in(*kernel.twin, arguments));
 }
 
 /// An ELF file of CUDA 12's ABI (version 7), or of 13's where the driver is of 13.
@@ -235,16 +177,13 @@ int cuInit(unsigned) {
   return number_from("FAKE_CUDA_INIT", kSuccess);
 }
 int cuDriverGetVersion(int* version) {
-  *version = number_from("FAKE_CUDA_VERSION", 12040);
-  return kSuccess;
+  return give(version, number_from("FAKE_CUDA_VERSION", 12040));
 }
 int cuGetErrorName(int result, const char** name) {
-  *name = text_of(result).name;
-  return kSuccess;
+  return give(name, text_of(result).name);
 }
 int cuGetErrorString(int result, const char** text) {
-  *text = text_of(result).text;
-  return kSuccess;
+  return give(text, text_of(result).text);
 }
 int cuGetExportTable(const void** table, const void*) {  // NVRTC asks for it
   *table = nullptr;
@@ -252,8 +191,7 @@ int cuGetExportTable(const void** table, const void*) {  // NVRTC asks for it
 }
 
 int cuDeviceGetCount(int* count) {
-  *count = number_from("FAKE_CUDA_DEVICES", 8);  // reset() says how many of them are there
-  return kSuccess;
+  return give(count, number_from("FAKE_CUDA_DEVICES", 8));  // reset() says how many of them are there
 }
 int cuDeviceGet(int* device, int index) {
   *device = index;
@@ -265,15 +203,13 @@ int cuDeviceGetName(char* name, int length, int) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   const int capability = number_from("FAKE_CUDA_CAPABILITY", 90);
-  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 4;
-  return kSuccess;
+  return give(value, attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 4);
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-  *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1);
-  return kSuccess;
+  return give(context, reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1));
 }
 int cuCtxPushCurrent_v2(void* context) {
-  const std::lock_guard lock(world().streams.mutex());
+  const auto lock = locked();
   contexts_of_thread.push_back(static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1);
   world().contexts.insert(contexts_of_thread.back());
   return kSuccess;
@@ -283,86 +219,97 @@ int cuCtxPopCurrent_v2(void**) {
   return kSuccess;
 }
 int cuCtxSynchronize() {
-  Entered lock("cuCtxSynchronize");
-  world().note("host waits for device");
-  for (const auto& [stream, capture] : world().captures) {
-    if (world().streams.kind_of(stream)->device == current_device()) return lose(*capture, kCaptureUnsupported);
+  Entered lock("host waits for device");
+  std::vector<Mark> marks;
+  for (const Stream& stream : world().streams.all()) {
+    if (stream.device != current_device()) continue;
+    if (stream.capture != nullptr) return lose(*stream.capture, kCaptureUnsupported);
+    marks.push_back(stream.last);
   }
   if (const Result result = outside_of_captures()) return result;
-  return wait_for(lock, world().streams.all(current_device()));
+  return wait_for(lock, marks);
 }
 
 int cuMemAlloc_v2(void** memory, size_t bytes) {
-  const Entered lock("cuMemAlloc");
-  return allocate("malloc", memory, bytes, false);
+  const Entered lock("malloc");
+  return allocate(memory, bytes, false);
 }
 int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
-  const Entered lock("cuMemHostAlloc");
-  return allocate("pin", memory, bytes, true);
+  const Entered lock("pin");
+  return allocate(memory, bytes, true);
 }
 int cuMemFree_v2(void* memory) {
-  const Entered lock("cuMemFree");
-  return release("free", memory);
+  const Entered lock("free");
+  return release(memory);
 }
 int cuMemFreeHost(void* memory) {
-  const Entered lock("cuMemFreeHost");
-  return release("unpin", memory);
+  const Entered lock("unpin");
+  return release(memory);
 }
 int cuMemGetAddressRange_v2(const void** begin, size_t* bytes, const void* memory) {
-  const Entered lock("cuMemGetAddressRange");
-  const Block* const block = world().memory.find(memory);
-  if (block == nullptr) return kNotFound;
-  *begin = block->begin;
-  *bytes = block->bytes;
-  return kSuccess;
+  const Entered lock;
+  const Block& block = block_of(memory);
+  *begin = block.begin;
+  *bytes = block.bytes;
+  return block.begin != nullptr ? kSuccess : kNotFound;
 }
+/// In pieces, which a kernel of another stream may come between.
 int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
-  const Entered lock("cuMemcpyAsync");
-  return copy(to, from, bytes, stream);
+  const Entered lock("copy", stream);
+  World& all = world();
+  if (const Result result = state()) return result;
+  const int number = all.num_copies++;
+  if (number >= all.failing_from && number < all.failing_to) return kInvalidValue;
+  for (const void* begin : {static_cast<const void*>(to), from}) {
+    const void* const last = static_cast<const std::byte*>(begin) + (bytes > 0 ? bytes - 1 : 0);
+    if (block_of(begin).number != block_of(last).number) return kInvalidValue;
+  }
+  if (block_of(to).pinned) all.copied_to_host += static_cast<int64_t>(bytes);
+  if (block_of(from).pinned) all.copied_to_device += static_cast<int64_t>(bytes);
+  const size_t parts = bytes >= 64 ? 3 : 1;
+  const auto part = [=](size_t which, Random*) {
+    const size_t begin = bytes * which / parts, end = bytes * (which + 1) / parts;
+    if (end > begin)
+      std::memcpy(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin, end - begin);
+  };
+  return enqueue(stream, on_device({parts, part}), {to, from});
 }
 int cuMemsetD8Async(void* memory, unsigned char value, size_t bytes, void* stream) {
-  const Entered lock("cuMemsetD8Async");
-  world().note("set", stream);
+  const Entered lock("set", stream);
   if (const Result result = state()) return result;
   return enqueue(stream, on_device({1, [=](size_t, Random*) { std::memset(memory, value, bytes); }}), {memory});
 }
 
 int cuStreamCreate(void** stream, unsigned flags) {
-  const Entered lock("cuStreamCreate");
+  const Entered lock;
   if (const Result result = state()) return result;
   const bool blocking = (flags & 1) == 0;
   *stream = world().streams.make(current_device(), blocking);
   world().note(blocking ? "stream that the default one blocks" : "stream", *stream);
   return kSuccess;
 }
-int cuStreamDestroy_v2(void* stream) {
-  const Entered lock("cuStreamDestroy");
-  world().note("end of stream", stream);
-  return world().streams.retire(stream) ? kSuccess : kInvalidHandle;
+int cuStreamDestroy_v2(void* handle) {
+  const Entered lock("end of stream", handle);
+  if (handle == nullptr || is_gone(handle)) return kInvalidHandle;
+  Stream* const stream = stream_of(handle);  // which does what it has, without its handle
+  return give(&stream->handle, stream);
 }
 int cuStreamSynchronize(void* stream) {
-  Entered lock("cuStreamSynchronize");
-  world().note("host waits", stream);
-  if (const Result result = outside_of_capture_of(stream)) return result;
-  return wait_for(lock, {world().streams.last(current_device(), stream)});
-}
-int cuStreamQuery(void* stream) {
-  const Entered lock("cuStreamQuery");
-  if (const Result result = outside_of_capture_of(stream)) return result;
-  const MarkPtr mark = world().streams.last(current_device(), stream);
-  return mark == nullptr || mark->done ? state() : kNotReady;
+  Entered lock("host waits", stream);
+  if (is_gone(stream)) return kInvalidHandle;
+  if (const auto capture = capture_of(stream)) return lose(*capture, kCaptureUnsupported);
+  if (const Result result = outside_of_captures()) return result;
+  return wait_for(lock, {world().streams.at(current_device(), stream).last});
 }
 int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
-  const Entered lock("cuStreamWaitEvent");
+  const Entered lock("stream waits", stream);
   World& all = world();
-  all.note("stream waits", stream);
   if (const Result result = state()) return result;
-  if (!all.events.count(event) || (stream != nullptr && !all.streams.kind_of(stream))) return kInvalidHandle;
-  const auto entry = all.captures.find(stream);
-  if (entry != all.captures.end())
-    return event->captured == entry->second ? kSuccess : lose(*entry->second, kCaptureIsolation);
+  if (!all.events.count(event) || is_gone(stream)) return kInvalidHandle;
+  if (const auto capture = capture_of(stream))
+    return event->captured == capture ? kSuccess : lose(*capture, kCaptureIsolation);
   if (event->captured != nullptr) {  // joins the capture, behind all that it has
-    all.captures[stream] = event->captured;
+    all.streams.at(current_device(), stream).capture = event->captured;
   } else if (event->mark != nullptr && !all.drops_waits) {
     all.streams.add(current_device(), stream, Work{}, {event->mark});
   }
@@ -374,34 +321,29 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 }
 
 int cuEventCreate(Event** event, unsigned flags) {
-  const Entered lock("cuEventCreate");
-  world().note((flags & 1) != 0 ? "event that sleeps" : "event that spins");
+  const Entered lock((flags & 1) != 0 ? "event that sleeps" : "event that spins");
   if (const Result result = state()) return result;
   *event = new Event{nullptr, current_device(), nullptr};
   world().events.insert(*event);
   return kSuccess;
 }
 int cuEventDestroy_v2(Event* event) {
-  const Entered lock("cuEventDestroy");
-  world().note("end of event");
+  const Entered lock("end of event");
   if (world().events.erase(event) == 0) return kInvalidHandle;
   delete event;
   return kSuccess;
 }
 int cuEventRecord(Event* event, void* stream) {
-  const Entered lock("cuEventRecord");
-  world().note("record", stream);
+  const Entered lock("record", stream);
   if (const Result result = state()) return result;
   if (!world().events.count(event) || event->device != current_device() || !is_current(stream)) return kInvalidHandle;
   if (const Result result = implicit(stream)) return result;
-  const auto entry = world().captures.find(stream);
-  event->captured = entry != world().captures.end() ? entry->second : nullptr;
+  event->captured = capture_of(stream);
   if (event->captured == nullptr) event->mark = world().streams.add(current_device(), stream, Work{});
   return kSuccess;
 }
 int cuEventSynchronize(Event* event) {
-  Entered lock("cuEventSynchronize");
-  world().note("host waits");
+  Entered lock("host waits");
   if (!world().events.count(event)) return kInvalidHandle;
   if (event->captured != nullptr) return lose(*event->captured, kCapturedEvent);
   if (const Result result = outside_of_captures()) return result;
@@ -409,45 +351,41 @@ int cuEventSynchronize(Event* event) {
 }
 
 int cuStreamIsCapturing(void* stream, int* status) {
-  const Entered lock("cuStreamIsCapturing");
-  if (stream != nullptr && !world().streams.kind_of(stream)) return kInvalidHandle;
+  const Entered lock;
+  if (is_gone(stream)) return kInvalidHandle;
   if (const Result result = implicit(stream)) return result;
-  const auto entry = world().captures.find(stream);
-  *status = entry == world().captures.end() ? 0 : entry->second->invalid ? 2 : 1;
-  return kSuccess;
+  const auto capture = capture_of(stream);
+  return give(status, capture == nullptr ? 0 : capture->invalid ? 2 : 1);
 }
 int cuStreamBeginCapture_v2(void* stream, int mode) {
-  const Entered lock("cuStreamBeginCapture");
-  if (stream == nullptr || world().captures.count(stream) > 0) return kCaptureUnsupported;
-  world().captures[stream] =
+  const Entered lock;
+  if (stream == nullptr || is_gone(stream) || capture_of(stream) != nullptr) return kCaptureUnsupported;
+  stream_of(stream)->capture =
       std::make_shared<Capture>(Capture{{}, stream, static_cast<CaptureMode>(mode), std::this_thread::get_id(), false});
   return kSuccess;
 }
 int cuStreamEndCapture(void* stream, Graph** graph) {
-  const Entered lock("cuStreamEndCapture");
-  const auto entry = world().captures.find(stream);
-  if (entry == world().captures.end() || entry->second->origin != stream) return kCaptureUnmatched;
-  const std::shared_ptr<Capture> capture = entry->second;
-  if (capture->mode != kRelaxed && capture->thread != std::this_thread::get_id()) return kCaptureWrongThread;
-  std::erase_if(world().captures, [&](const auto& other) { return other.second == capture; });
+  const Entered lock;
+  const auto capture = capture_of(stream);
+  if (capture == nullptr || capture->origin != stream) return kCaptureUnmatched;
+  for (Stream& other : world().streams.all()) {
+    if (other.capture == capture) other.capture = nullptr;
+  }
   *graph = capture->invalid ? nullptr : &world().graphs.emplace_back(capture->graph);
   return capture->invalid ? kCaptureInvalidated : kSuccess;
 }
 int cuGraphGetNodes(Graph* graph, void**, size_t* count) {
-  *count = graph->size();
-  return kSuccess;
+  return give(count, graph->size());
 }
 int cuGraphInstantiateWithFlags(Graph** replay, Graph* graph, unsigned long long) {
   const auto lock = locked();
-  *replay = &world().graphs.emplace_back(*graph);
-  return kSuccess;
+  return give(replay, &world().graphs.emplace_back(*graph));
 }
 int cuGraphLaunch(Graph* replay, void* stream) {
-  const Entered lock("cuGraphLaunch");
-  world().note("replay", stream);
+  const Entered lock("replay", stream);
   for (const Work& node : *replay) {
-    for (const uint64_t block : node.blocks) {
-      if (block != 0 && !world().memory.has(block)) return kIllegalAddress;  // a device may notice, or not
+    for (const Block& block : node.blocks) {
+      if (block_of(block.begin).number != block.number) return kIllegalAddress;  // a device may notice, or not
     }
   }
   for (const Work& node : *replay) {
@@ -460,27 +398,36 @@ int cuGraphDestroy(Graph* graph) {
   world().graphs.remove_if([&](const Graph& kept) { return &kept == graph; });
   return kSuccess;
 }
-int cuGraphExecDestroy(Graph* replay) {
-  return cuGraphDestroy(replay);
-}
+int cuGraphExecDestroy(Graph* replay) __attribute__((alias("cuGraphDestroy")));
 
 int cuModuleLoadData(Module** module, const void* image) {
-  const Entered lock("cuModuleLoadData");
-  world().note("load");  // may wait for what the device does
+  const Entered lock("load");  // may wait for what the device does
   if (const Result result = outside_of_captures()) return result;
   *module = &world().modules.emplace_back(Module{checked_image(image), current_device()});
   return (*module)->image.empty() ? kInvalidImage : kSuccess;
 }
 int cuModuleGetFunction(Kernel** function, Module* module, const char* name) {
-  const Entered lock("cuModuleGetFunction");
+  const Entered lock;
   const Twin* const twin = twin_of(name);
   if (twin == nullptr || module->image.find(name) == std::string::npos) return kNotFound;
-  *function = &world().kernels.emplace_back(Kernel{plain_name(name), twin, module->device});
-  return kSuccess;
+  return give(function, &world().kernels.emplace_back(Kernel{plain_name(name), twin, module->device}));
 }
 int cuLaunchKernel(Kernel* kernel, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned,
                    void* stream, void** arguments, void**) {
-  const Entered lock("cuLaunchKernel");
-  return launch(*kernel, grid, block, stream, arguments);
+  const Entered lock(kernel->name.rfind("update_kernel", 0) == 0 ? "update" : "launch", stream);
+  if (const Result result = state()) return result;
+  if (grid == 0 || block == 0 || block > 1024) return kInvalidValue;
+  if (kernel->device != current_device() || !is_current(stream)) return kInvalidHandle;
+  const size_t each = (grid + 63) / 64, parts = (grid + each - 1) / each;  // blocks to a part
+  const auto part = [=, body = kernel->twin->bind(arguments)](size_t number, Random* random) {
+    for (size_t index = number * each; index < std::min<size_t>((number + 1) * each, grid); ++index)
+      run_block(grid, block, static_cast<unsigned>(index), body, random);
+  };
+  std::vector<const void*> addresses;  // that the arguments have in them, structs included
+  for (size_t i = 0; i < kernel->twin->sizes.size(); ++i) {
+    for (size_t at = 0; at + sizeof(void*) <= kernel->twin->sizes[i]; at += sizeof(void*))
+      std::memcpy(&addresses.emplace_back(), static_cast<const std::byte*>(arguments[i]) + at, sizeof(void*));
+  }
+  return enqueue(stream, on_device({parts, part}), addresses);
 }
 }

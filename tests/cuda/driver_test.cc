@@ -10,11 +10,11 @@
 #include "emulation.h"
 #include "graph_calls.h"
 // After the language's words.
+#include "fake.h"
 #include "kernels/cuda.h"
 #include "kernels/cuda_access.cuh"
 #include "kernels/cuda_driver.h"
 #include "kernels/cuda_kernels.h"
-#include "world.h"
 
 namespace shardow {
 namespace {
@@ -23,6 +23,7 @@ using kernels::cuda::DeviceGuard;
 using kernels::cuda::driver;
 using kernels::testing::Current;
 using kernels::testing::graph_calls;
+using kernels::testing::Recording;
 
 using namespace fake;  // its results
 
@@ -147,18 +148,16 @@ class FakeCapture : public FakeDevice {
 
   Outcome outcome(int mode, bool elsewhere, const std::function<int()>& call) {
     start(std::nullopt);
-    graph_calls().begin_capture(stream(1), mode);
     int status = 0;
     const auto with_context = [&] {
       const Current current(0);
       status = call();
     };
-    elsewhere ? std::thread(with_context).join() : with_context();
-    void* graph = nullptr;
-    const int end = graph_calls().end_capture.status(stream(1), &graph);
-    EXPECT_EQ(end, graph == nullptr ? kCaptureInvalidated : 0);
-    if (graph != nullptr) graph_calls().destroy(graph);
-    return {status, graph == nullptr};
+    const Recording recording({{0, stream(1)}}, mode,
+                              [&] { elsewhere ? std::thread(with_context).join() : with_context(); });
+    const bool lost = recording.graphs.at(0).graph == nullptr;
+    EXPECT_EQ(recording.status, lost ? kCaptureInvalidated : 0);
+    return {status, lost};
   }
 };
 
@@ -171,7 +170,6 @@ TEST_F(FakeCapture, IsLostByWhatNoGraphRepeats) {
       [&] { return driver().allocate_pinned.status(&memory, 16, 0); },
       [&] { return driver().synchronize.status(stream(2)); },
       [&] { return driver().wait.status(event.get()); },
-      [&] { return graph_calls().query_stream.status(stream(2)); },
       [&] { return driver().load_module.status(&module, ".version"); },
       [&] { return driver().free.status(number_); },
       [&] { return driver().free_pinned.status(pinned_); },
@@ -226,44 +224,35 @@ TEST_F(FakeCapture, IsLostInAnyModeByWhatConflictsWithIt) {
 
 TEST_F(FakeCapture, AGraphOfFreedMemoryIsNotReplayed) {
   start(std::nullopt);
-  graph_calls().begin_capture(stream(1), kGlobal);
-  ASSERT_EQ(copy(stream(1)), 0);
-  void *graph = nullptr, *replay = nullptr;
-  graph_calls().end_capture(stream(1), &graph);
-  graph_calls().instantiate(&replay, graph, 0);
-  EXPECT_EQ(graph_calls().launch.status(replay, stream(1)), 0);
+  const std::map<int, void*> streams{{0, stream(1)}};
+  const Recording recording(streams, kGlobal, [&] { ASSERT_EQ(copy(stream(1)), 0); });
+  EXPECT_EQ(recording.launch(streams), 0);
   kernels::cuda::release(number_, 0);
-  EXPECT_EQ(graph_calls().launch.status(replay, stream(1)), kIllegalAddress);
+  EXPECT_EQ(recording.launch(streams), kIllegalAddress);
 }
 
 using FakeDeviceDeathTest = FakeDevice;
 
 TEST_F(FakeDeviceDeathTest, WhatWouldGoWrongOnADeviceAborts) {
   start(std::nullopt);
-  EXPECT_DEATH(std::thread([&] { static_cast<void>(copy(stream(1))); }).join(), "without a current context");
   const auto* const misaligned = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(number_) + 4);
-  EXPECT_DEATH(fake::run_block(
-                   1, 64, 0, [&] { static_cast<void>(__ldcg(misaligned)); }, nullptr),
-               "a misaligned address");
-  EXPECT_DEATH(fake::run_block(
-                   1, 64, 0,
-                   [] {
-                     if (threadIdx.x % 2 == 0) __syncwarp();
-                   },
-                   nullptr),
-               "a lane has ended that others wait for");
-  EXPECT_DEATH(
-      {
-        fake::enqueue(0, stream(1), [to = reinterpret_cast<volatile char*>(number_)] { to[4] = 0; });
-        kernels::cuda::release(number_, 0);
-      },
-      "behind the end of 4 bytes|use-after-poison");
-  EXPECT_DEATH(
-      {
-        kernels::cuda::release(number_, 0);
-        *static_cast<volatile int*>(number_) = 1;
-      },
-      "");
+  const auto write_behind_the_end = [&] {
+    fake::enqueue(0, stream(1), [to = reinterpret_cast<volatile char*>(number_)] { to[4] = 0; });
+    kernels::cuda::release(number_, 0);
+  };
+  const auto write_what_was_freed = [&] {
+    kernels::cuda::release(number_, 0);
+    *static_cast<volatile int*>(number_) = 1;
+  };
+  const std::vector<std::pair<std::function<void()>, const char*>> rows = {
+      {[&] { std::thread([&] { static_cast<void>(copy(stream(1))); }).join(); }, "without a current context"},
+      {[&] { fake::run_block(1, 64, 0, [&] { static_cast<void>(__ldcg(misaligned)); }); }, "a misaligned address"},
+      {[] { fake::run_block(1, 64, 0, [] { threadIdx.x % 2 == 0 ? __syncwarp() : void(); }); },
+       "a lane has ended that others wait for"},
+      {write_behind_the_end, "behind the end of 4 bytes|use-after-poison"},
+      {write_what_was_freed, ""},
+  };
+  for (const auto& [dies, message] : rows) EXPECT_DEATH(dies(), message);
 }
 
 TEST_F(FakeDeviceDeathTest, MemoryOfADeviceIsOutOfTheHostsReachAndIsFreedWhenNothingUsesIt) {

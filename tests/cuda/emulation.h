@@ -6,9 +6,13 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
+#include <string>
+#include <vector>
 
 #define __global__
 #define __device__
@@ -34,17 +38,39 @@ namespace shardow::fake {
 
 using Random = std::mt19937_64;
 
+/// Ends the process: something would go wrong on a device, or has in the test.
+[[noreturn]] inline void give_up(const std::string& why) {
+  std::fprintf(stderr, "%s\n", why.c_str());
+  std::abort();
+}
+
 /// `body` for each thread of the block; warps and lanes in an order that `random` draws, where it is given.
-void run_block(unsigned grid, unsigned block, unsigned index, const std::function<void()>& body, Random* random);
+void run_block(unsigned grid, unsigned block, unsigned index, const std::function<void()>& body,
+               Random* random = nullptr);
 
 /// Aborts where an address is not a multiple of the access's size, as a device does.
 void check_access(const void* address, size_t bytes);
 
 enum class Meeting { kSync, kAll };
 
-/// All lanes of the warp arrive; returns what they brought. Aborts where lanes come to different meetings or one has
-/// ended.
-const unsigned* meet(Meeting meeting, unsigned mask, unsigned brought);
+/// All lanes of the warp arrive; returns whether all of them agree. Aborts where lanes come to different meetings or
+/// one has ended.
+bool meet(Meeting meeting, unsigned mask, bool agrees);
+
+/// A kernel on the host: the same sources, compiled over this (twins.cc).
+struct Twin {
+  std::vector<size_t> sizes;  ///< of the kernel's parameters, in bytes
+  /// What each thread does, with copies of the arguments.
+  std::function<std::function<void()>(void** arguments)> bind;
+};
+
+void touch_shared_memory();  ///< of this thread, so that it is there
+
+/// By the name that the engine asks NVRTC for, "update_kernel<float, BF16>", or by the mangled one; null: none.
+const Twin* twin_of(const std::string& name);
+
+/// "update_kernel<float, BF16>" of "_ZN7shardow7kernels...", which NVRTC and g++ mangle alike.
+std::string plain_name(const std::string& mangled);
 
 }  // namespace shardow::fake
 
@@ -69,15 +95,11 @@ inline int __popc(unsigned x) {
 }
 
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  shardow::fake::meet(shardow::fake::Meeting::kSync, mask, 0);
+  shardow::fake::meet(shardow::fake::Meeting::kSync, mask, true);
 }
 
 inline int __all_sync(unsigned mask, int predicate) {
-  const unsigned* const brought = shardow::fake::meet(shardow::fake::Meeting::kAll, mask, predicate != 0);
-  for (int lane = 0; lane < 32; ++lane) {
-    if (brought[lane] == 0) return 0;
-  }
-  return 1;
+  return shardow::fake::meet(shardow::fake::Meeting::kAll, mask, predicate != 0) ? 1 : 0;
 }
 
 template <class T>

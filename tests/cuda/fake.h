@@ -19,14 +19,38 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <thread>
+#include <type_traits>
 #include <vector>
 
-#pragma GCC visibility push(default)
+#include "memory.h"
+#include "streams.h"
 
 namespace shardow::fake {
+
+/// Variables of the environment say what the fake driver and the fake NVRTC are.
+inline int number_from(const char* variable, int otherwise) {
+  const char* const text = std::getenv(variable);
+  return text != nullptr ? std::atoi(text) : otherwise;
+}
+
+/// Gives one value, as most functions do.
+template <class T>
+int give(T* to, std::type_identity_t<T> value) {
+  *to = value;
+  return 0;
+}
+
+#pragma GCC visibility push(default)
 
 struct Call {
   std::string what;        ///< "malloc", "free", "copy", "launch", "record", "stream waits", "host waits", ...
@@ -39,7 +63,7 @@ struct Options {
   std::optional<uint64_t> seed = std::nullopt;
   bool threads = false;
   bool guard = false;
-  bool log = true;
+  bool log = true;  ///< takes memory, which tests in Python measure
 };
 
 /// Forgets everything: no contexts, no memory, no streams, an empty log. Nothing may be under way in other threads.
@@ -65,9 +89,92 @@ int64_t copied_to_host() asm("fake_copied_to_host");              // bytes, sinc
 void fail_allocation(int number) asm("fake_fail_allocation");     // the number-th from now; 0: the next; < 0: none
 void fail_copy(int number, int times = 1) asm("fake_fail_copy");  // and times - 1 after it; times < 0: all
 
-/// For DrawnTurns: called at each call of the driver and again and again where the host waits, with nothing locked.
-extern std::function<void()> between;
+/// CUresult, as far as it is given.
+enum Result {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kOutOfMemory = 2,
+  kNoDevice = 100,
+  kInvalidDevice = 101,
+  kInvalidImage = 200,
+  kInvalidHandle = 400,
+  kNotFound = 500,
+  kIllegalAddress = 700,
+  kCaptureUnsupported = 900,
+  kCaptureInvalidated = 901,
+  kCaptureUnmatched = 903,
+  kCaptureIsolation = 905,
+  kCaptureImplicit = 906,
+  kCapturedEvent = 907
+};
 
-}  // namespace shardow::fake
+/// The work of a graph, one after the other.
+using Graph = std::vector<Work>;
+
+enum CaptureMode { kGlobal, kThreadLocal, kRelaxed };
+
+struct Capture {
+  Graph graph;
+  void* origin;  ///< the stream that it began with
+  CaptureMode mode;
+  std::thread::id thread;
+  bool invalid = false;
+};
+
+struct Event {
+  Mark mark;  ///< of the last record
+  int device = 0;
+  std::shared_ptr<Capture> captured;  ///< the record is in this capture
+};
+
+struct Module {
+  std::string image;
+  int device;
+};
+
+struct Kernel {
+  std::string name;
+  const Twin* twin;
+  int device;
+};
+
+/// State that reset() begins anew.
+struct Session {
+  Options options = {};
+  std::vector<Call> log = {};
+  std::set<int> contexts = {};
+  std::map<std::pair<int, int>, void*> users_streams = {};
+  int until_allocation_fails = -1;
+  int num_copies = 0, failing_from = 0, failing_to = 0;  ///< copies from one number to another one fail
+  bool drops_waits = false;                              ///< cuStreamWaitEvent does nothing, to show that it is missed
+  int64_t copied_to_host = 0, copied_to_device = 0;
+};
+
+int current_device();  // of this thread; -1: it has no context
+
+/// All of it is guarded by streams.mutex().
+struct World : Session {
+  std::set<const Event*> events;
+  std::list<Graph> graphs;    ///< until they are destroyed
+  std::list<Module> modules;  ///< until the process ends, as kernels: nothing unloads them
+  std::list<Kernel> kernels;
+  Memory memory;
+  Streams streams;
+
+  void note(const char* what, void* stream = nullptr) {
+    if (options.log) log.push_back({what, current_device(), stream});
+  }
+};
+
+World& world();  // which tests look at where nothing is under way
+std::unique_lock<std::mutex> locked();
+
+Work on_device(Work work);  ///< work that reaches the device's memory
+
+inline bool broken() {
+  return world().streams.broken();
+}
 
 #pragma GCC visibility pop
+
+}  // namespace shardow::fake

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "fake.h"
 #include "file/checkpoint_fixture.h"
-#include "world.h"
 
 namespace shardow {
 namespace {
@@ -19,21 +19,12 @@ int most_pinned() {
   return most;
 }
 
-std::vector<TensorView> on_device(std::vector<TensorView> views) {
-  for (TensorView& view : views) view.device = {Device::Kind::kCuda, 0, nullptr};
-  return views;
-}
-
-/// kSpecs without what is not cast, and a tensor of several chunks.
-std::vector<Held> hold_much(const Sharding& sharding, int rank, int ranks, bool filled) {
-  std::vector<Spec> specs = kSpecs;
-  std::erase_if(specs, [](const Spec& spec) { return spec.dtype == DType::kF8E4M3; });
-  specs.push_back({"wide", DType::kF32, {5000, 1501}});
-  return hold(specs, sharding, rank, ranks, filled);
-}
+const Device kDevice{Device::Kind::kCuda, 0, nullptr};
 
 TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
   uint64_t seed = 0;
+  std::erase_if(specs_, [](const Spec& spec) { return spec.dtype == DType::kF8E4M3; });  // is not cast
+  specs_.push_back({"wide", DType::kF32, {5000, 1501}});                                 // of several chunks
   for (const auto& [name, sharding] : kShardings) {
     for (const auto& dtype : {std::optional<DType>(), std::optional(DType::kF64)}) {
       if (kSlow && (std::string(name) != "columns" || dtype)) continue;
@@ -41,25 +32,13 @@ TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
       fake::reset({.seed = ++seed});
       SaveOptions options;
       options.dtype = dtype;
-      const auto save_from = [&, &how = sharding](const fs::path& path, bool from_device) {
-        return on_ranks(3, [&](Group& group) {
-          auto held = hold_much(how, group.rank(), 3, true);
-          save(group, from_device ? on_device(views_of(held)) : views_of(held), path, options);
-        });
-      };
-      ASSERT_EQ(save_from(folder_ / "host.safetensors", false), all(3, kFine));
+      device_ = {};
+      ASSERT_EQ(save_as(folder_ / "host.safetensors", sharding, 3, options), all(3, kFine));
       EXPECT_TRUE(fake::world().log.empty());
-      ASSERT_EQ(save_from(folder_ / "device.safetensors", true), all(3, kFine));
+      device_ = kDevice;
+      ASSERT_EQ(save_as(folder_ / "device.safetensors", sharding, 3, options), all(3, kFine));
       EXPECT_TRUE(bytes_of(folder_ / "device.safetensors") == bytes_of(folder_ / "host.safetensors"));
-      ASSERT_EQ(on_ranks(2,
-                         [&](Group& group) {
-                           auto held = hold_much(columns, group.rank(), 2, false),
-                                expected = hold_much(columns, group.rank(), 2, true);
-                           load(group, on_device(views_of(held)), folder_ / "device.safetensors");
-                           for (size_t i = 0; i < held.size(); ++i)
-                             EXPECT_EQ(held[i].memory, expected[i].memory) << held[i].view.name;
-                         }),
-                all(2, kFine));
+      ASSERT_EQ(load_as(folder_ / "device.safetensors", columns, 2), all(2, kFine));
       EXPECT_EQ(fake::world().streams.pending(), 0u);
       // Two chunks for each of three ranks that save, twice where stripes are exchanged; four for each of two that
       // load.
@@ -69,18 +48,19 @@ TEST_F(Checkpoints, OfDeviceMemoryPassesThroughPinnedChunks) {
 }
 
 TEST_F(Checkpoints, OfDeviceViewsAtOneAddressHasTheBytesOfEach) {
-  const auto save_both = [&](const fs::path& path, bool from_device) {
-    return on_ranks(1, [&](Group& group) {
+  std::vector<std::string> files;
+  for (const Device& device : {Device{}, kDevice}) {
+    const auto save_both = [&](Group& group) {
       Held held("wide", DType::kF32, Region::whole({3 << 20}));
       for (size_t i = 0; i < held.memory.size(); ++i) held.memory[i] = static_cast<std::byte>(i * 31 + i / 251);
-      const std::vector<TensorView> views = {held.view,
-                                             {"narrow", DType::kI16, Region::whole({6 << 20}), held.view.data}};
-      save(group, from_device ? on_device(views) : views, path);
-    });
-  };
-  ASSERT_EQ(save_both(folder_ / "host.safetensors", false), all(1, kFine));
-  ASSERT_EQ(save_both(folder_ / "device.safetensors", true), all(1, kFine));
-  EXPECT_TRUE(bytes_of(folder_ / "device.safetensors") == bytes_of(folder_ / "host.safetensors"));
+      const TensorView wide{"wide", DType::kF32, held.view.region, held.view.data, device};
+      const TensorView narrow{"narrow", DType::kI16, Region::whole({6 << 20}), held.view.data, device};
+      save(group, std::vector{wide, narrow}, folder_ / "model.safetensors");
+    };
+    ASSERT_EQ(on_ranks(1, save_both), all(1, kFine));
+    files.push_back(bytes_of(folder_ / "model.safetensors"));
+  }
+  EXPECT_TRUE(files[0] == files[1]);
 }
 
 /// Whichever copy or chunk of pinned memory is refused: an error of the rank's own, the file as it was, and the next
@@ -89,17 +69,12 @@ TEST_F(Checkpoints, OfDeviceMemoryAreErrorsWhereACopyIsRefused) {
   const fs::path path = folder_ / "model.safetensors";
   ASSERT_EQ(save_as(path, whole, 1), all(1, kFine));
   const std::string before = bytes_of(path);
-  const auto try_to_save = [&] {
-    return on_ranks(1, [&](Group& group) {
-      auto held = hold(whole, 0, 1, true);
-      std::erase_if(held, [](const Held& one) { return one.view.name == "half"; });  // another file than before
-      save(group, on_device(views_of(held)), path);
-    });
-  };
+  std::erase_if(specs_, [](const Spec& spec) { return spec.name == "half"; });  // another file than before
+  device_ = kDevice;
   int refused = 0;
   for (int number = 0; refused < 40; ++number, ++refused) {
     fake::fail_copy(number);
-    const auto codes = try_to_save();
+    const auto codes = save_as(path, whole, 1);
     fake::fail_copy(-1);
     if (codes == all(1, kFine)) break;
     ASSERT_EQ(codes, all(1, static_cast<int>(Code::kInternal))) << number;
@@ -108,7 +83,7 @@ TEST_F(Checkpoints, OfDeviceMemoryAreErrorsWhereACopyIsRefused) {
   EXPECT_GE(refused, 5);
   EXPECT_FALSE(bytes_of(path) == before);
   fake::world().streams.until_broken = 3;
-  EXPECT_EQ(try_to_save(), all(1, static_cast<int>(Code::kInternal)));
+  EXPECT_EQ(save_as(path, whole, 1), all(1, static_cast<int>(Code::kInternal)));
 }
 
 }  // namespace

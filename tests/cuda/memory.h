@@ -1,35 +1,27 @@
 // Memory that the fake driver gives: a device's, and pinned memory of the host.
 #pragma once
 
+#include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(begin, bytes)
-#define ASAN_UNPOISON_MEMORY_REGION(begin, bytes)
-#endif
+#include "emulation.h"
 
 namespace shardow::fake {
 
 struct Block {
-  std::byte* begin;
-  size_t bytes, counted;  ///< counted: by allocated()
-  bool pinned;
-  uint64_t number;  ///< that no other block has had
+  std::byte* begin = nullptr;
+  size_t bytes = 0, counted = 0;  ///< counted: by allocated()
+  bool pinned = false;
+  uint64_t number = 0;  ///< that no other block has had; 0: none
 };
 
 /// Blocks of a device lie in pages of their own, which are out of reach when they are freed. Memory begins poisoned and
-/// ends at the exact byte. Guarded by the lock of the streams, but Open.
+/// ends at the exact byte. Guarded by the lock of the streams, but protect().
 class Memory {
  public:
   /// Forgets all but pinned memory, of which the engine keeps some for later
@@ -37,11 +29,9 @@ class Memory {
     std::erase_if(blocks_, [](const auto& entry) { return !entry.second.pinned; });
     for (auto& [memory, block] : blocks_) block.counted = 0;
     allocated_ = 0;
-    if (used_ > 0) {
-      ASAN_UNPOISON_MEMORY_REGION(arena(), used_);
-      ::mprotect(arena(), used_, PROT_NONE);
-      ::madvise(arena(), used_, MADV_DONTNEED);
-    }
+    ASAN_UNPOISON_MEMORY_REGION(arena(), used_);
+    ::mprotect(arena(), used_, PROT_NONE);
+    ::madvise(arena(), used_, MADV_DONTNEED);
     used_ = 0;
     guard_ = guard;
   }
@@ -70,10 +60,8 @@ class Memory {
     allocated_ -= counted;
     if (!pinned) ::mprotect(begin, whole, PROT_READ | PROT_WRITE);
     ASAN_UNPOISON_MEMORY_REGION(begin + bytes, whole - bytes);
-    if (std::any_of(begin + bytes, begin + whole, [](std::byte byte) { return byte != std::byte{kPoison}; })) {
-      std::fprintf(stderr, "something was written behind the end of %zu bytes\n", bytes);
-      std::abort();
-    }
+    if (std::any_of(begin + bytes, begin + whole, [](std::byte byte) { return byte != std::byte{kPoison}; }))
+      give_up("something was written behind the end of " + std::to_string(bytes) + " bytes");
     if (pinned) {
       std::free(begin);
     } else {
@@ -90,29 +78,18 @@ class Memory {
     first.bytes = bytes;
   }
   size_t allocated() const { return allocated_; }
-  /// Null: it lies in none
-  const Block* find(const void* memory) const {
+  /// The block that it lies in
+  const Block& find(const void* memory) const {
+    static const Block none;
     const auto after = blocks_.upper_bound(memory);
-    if (after == blocks_.begin()) return nullptr;
-    const Block& block = std::prev(after)->second;
-    return memory < block.begin + block.bytes ? &block : nullptr;
-  }
-  bool has(uint64_t number) const {
-    return std::any_of(blocks_.begin(), blocks_.end(),
-                       [&](const auto& entry) { return entry.second.number == number; });
+    const Block& block = after == blocks_.begin() ? none : std::prev(after)->second;
+    return memory < block.begin + block.bytes ? block : none;
   }
 
-  /// With a guard: device memory is within reach while one of these lives, whose thread is the only one that works.
-  class Open {
-   public:
-    explicit Open(Memory& memory) : memory_(memory) { memory_.protect(true); }
-    ~Open() { memory_.protect(false); }
-    Open(const Open&) = delete;
-    Open& operator=(const Open&) = delete;
-
-   private:
-    Memory& memory_;
-  };
+  /// With a guard: puts device memory out of reach, or within it while no other thread works
+  void protect(bool yes) const {
+    if (guard_) ::mprotect(arena(), used_, yes ? PROT_NONE : PROT_READ | PROT_WRITE);
+  }
 
  private:
   static constexpr size_t kArena = size_t{64} << 30, kPage = 4096;
@@ -125,10 +102,6 @@ class Memory {
   }
   static size_t in_pages(size_t bytes) {
     return (bytes + kPage) / kPage * kPage;  // a byte behind the end, or more
-  }
-
-  void protect(bool open) const {
-    if (guard_ && used_ > 0) ::mprotect(arena(), used_, open ? PROT_READ | PROT_WRITE : PROT_NONE);
   }
 
   std::map<const void*, Block> blocks_;

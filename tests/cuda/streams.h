@@ -10,8 +10,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <list>
@@ -23,87 +21,90 @@
 #include <vector>
 
 #include "emulation.h"
-#include "fake.h"
+#include "memory.h"
 
 namespace shardow::fake {
 
-/// The end of an operation; others wait for it.
-struct Mark {
-  bool done = false;
-};
-using MarkPtr = std::shared_ptr<Mark>;
+/// For DrawnTurns: called at each call of the driver and again and again where the host waits, with nothing locked.
+extern __attribute__((visibility("default"))) std::function<void()> between;
 
-inline bool done(const MarkPtr& mark) {
-  return mark == nullptr || mark->done;
+/// The end of an operation, for which others wait: true when it is done. Null: there was none.
+using Mark = std::shared_ptr<bool>;
+
+inline bool done(const Mark& mark) {
+  return mark == nullptr || *mark;
 }
 
 /// What an operation does, in parts that may be done in any order. Can be done again: a graph keeps it.
 struct Work {
   size_t parts = 1;
   std::function<void(size_t part, Random* random)> part;  ///< empty: it only waits
-  std::vector<uint64_t> blocks = {};                      ///< of memory that it was given
+  std::vector<Block> blocks = {};                         ///< of memory that it was given
+};
+
+struct Operation {
+  Work work;
+  std::vector<Mark> after;
+  Mark mark;
+  std::vector<size_t> order;  ///< of the parts that are left
+};
+
+struct Capture;
+
+struct Stream {
+  int device;
+  void* handle;
+  bool blocking;
+  std::shared_ptr<Capture> capture = nullptr;  ///< of streams that are captured together the same
+  std::deque<Operation> queue = {};
+  Mark last = nullptr;
+  int stalled = 0;
+  std::thread thread = {};
 };
 
 /// All of it is guarded by mutex().
 class Streams {
  public:
-  ~Streams() { stop(); }
-  /// Nothing is left of what was
+  /// Does what there is and ends the threads; nothing is left of what was
   void start(std::optional<uint64_t> seed, bool threads) {
-    stop();
+    {
+      const std::lock_guard lock(mutex_);
+      if (!threads_) everything();
+      ending_ = true;
+      changed_.notify_all();
+    }
+    for (Stream& stream : streams_) {
+      if (stream.thread.joinable()) stream.thread.join();
+    }
     streams_.clear();
-    random_.reset();
-    if (seed) random_.emplace(*seed);
+    random_ = seed ? std::optional<Random>(*seed) : std::nullopt;
     eagerness_ = random_ ? static_cast<unsigned>((*random_)() % 4) : 0;
     threads_ = threads;
     ending_ = false;
     until_broken = -1;
   }
-  /// Does what there is and ends the threads
-  void stop() {
-    {
-      std::unique_lock lock(mutex_);
-      if (!threads_) everything();
-      ending_ = true;
-      for (Stream& stream : streams_) stream.changed.notify_all();
-    }
-    for (Stream& stream : streams_) {
-      if (stream.thread.joinable()) stream.thread.join();
-    }
-  }
-
-  struct Kind {
-    int device;
-    bool blocking;
-  };
-
   /// A handle that none has had before
   void* make(int device, bool blocking) {
     return begin(device, reinterpret_cast<void*>(last_handle_ += 16), blocking).handle;
   }
-  /// Ends its handle; what it has is still done. False: there is none.
-  bool retire(void* handle) {
-    const auto stream =
-        std::find_if(streams_.begin(), streams_.end(), [&](const Stream& known) { return known.handle == handle; });
-    if (handle == nullptr || stream == streams_.end()) return false;
-    stream->handle = &*stream;
-    return true;
-  }
-  std::optional<Kind> kind_of(void* handle) const {
-    for (const Stream& stream : streams_) {
-      if (stream.handle == handle) return Kind{stream.device, stream.blocking};
+  /// Null: none has that handle, or the device's default stream has not been used
+  Stream* find(int device, void* handle) {
+    for (Stream& stream : streams_) {
+      if (stream.handle == handle && (handle != nullptr || stream.device == device)) return &stream;
     }
-    return std::nullopt;
+    return nullptr;
   }
+  /// Every stream there is, also those whose handles are gone
+  std::list<Stream>& all() { return streams_; }
   /// The mark of its end
-  MarkPtr add(int device, void* handle, Work work, std::vector<MarkPtr> after = {}) {
-    Stream& stream = find(device, handle);
+  Mark add(int device, void* handle, Work work, std::vector<Mark> after = {}) {
+    Stream& stream = at(device, handle);
     for (const Stream& other : streams_) {
       const bool meet = other.device == stream.device && other.blocking && stream.blocking &&
                         (handle == nullptr) != (other.handle == nullptr);
       if (meet && !done(other.last)) after.push_back(other.last);
     }
-    Operation operation{std::move(work), std::move(after), std::make_shared<Mark>(), {}};
+    Operation operation{std::move(work), std::move(after), std::make_shared<bool>(false), {}};
     operation.order.resize(operation.work.parts);
     std::iota(operation.order.begin(), operation.order.end(), size_t{0});
     if (random_) {
@@ -111,55 +112,38 @@ class Streams {
       if ((*random_)() % 16 == 0) stream.stalled = static_cast<int>((*random_)() % 200);
     }
     stream.last = operation.mark;
-    const MarkPtr mark = operation.mark;
     stream.queue.push_back(std::move(operation));
-    if (threads_) {
-      stream.changed.notify_all();
-    } else if (!random_) {
-      everything();
-    }
-    return mark;
+    changed_.notify_all();
+    if (!threads_ && !random_) everything();
+    return stream.last;
   }
-  /// The mark of what the stream has by now; null: nothing.
-  MarkPtr last(int device, void* handle) { return find(device, handle).last; }
-  /// The marks of all there is.
-  std::vector<MarkPtr> all(std::optional<int> device) const {
-    std::vector<MarkPtr> marks;
-    for (const Stream& stream : streams_) {
-      if (!device || stream.device == *device) marks.push_back(stream.last);
-    }
-    return marks;
+  /// A device's default stream is there when it is first used
+  Stream& at(int device, void* handle) {
+    if (Stream* const stream = find(device, handle)) return *stream;
+    if (handle == nullptr) return begin(device, nullptr, true);
+    give_up("a stream that is gone, or was never made");
   }
 
   /// Returns when done() holds. `lock` is of mutex().
   void until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& holds) {
-    if (threads_) return done_.wait(lock, holds);
+    if (threads_) return changed_.wait(lock, holds);
     while (!holds()) {
-      const bool moved = advance_one();
-      if (!pass(lock) && !moved && !holds()) {
-        std::fprintf(stderr, "the host waits for what never comes: streams wait for each other\n");
-        std::abort();
-      }
+      const bool moved = advance_one(random_.has_value());
+      if (!pass(lock) && !moved && !holds())
+        give_up("the host waits for what never comes: streams wait for each other");
     }
   }
   /// At a call of the driver: as much as is drawn
   void some(std::unique_lock<std::mutex>& lock) {
     if (random_ && !threads_) {
       const auto most = uint64_t{1} << (2 * eagerness_);  // 1, 4, 16, 64
-      for (uint64_t number = (*random_)() % most; number > 0 && advance_one(); --number) {
+      for (uint64_t number = (*random_)() % most; number > 0 && advance_one(random_.has_value()); --number) {
       }
     }
     static_cast<void>(pass(lock));
   }
   void everything() {
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (Stream& stream : streams_) {
-        while (ready(stream)) {
-          advance(stream);
-          moved = true;
-        }
-      }
+    while (advance_one(false)) {
     }
   }
 
@@ -169,51 +153,23 @@ class Streams {
     return number;
   }
   /// Something under way was given it
-  bool uses(uint64_t block) const {
+  bool uses(uint64_t number) const {
     return std::any_of(streams_.begin(), streams_.end(), [&](const Stream& stream) {
       return std::any_of(stream.queue.begin(), stream.queue.end(), [&](const Operation& operation) {
         const auto& blocks = operation.work.blocks;
-        return block != 0 && std::find(blocks.begin(), blocks.end(), block) != blocks.end();
+        return std::any_of(blocks.begin(), blocks.end(), [&](const Block& held) { return held.number == number; });
       });
     });
   }
   /// Operations until the device fails for good, and every call says so; 0: it has; < 0: it does not.
   int until_broken = -1;
+  bool broken() const { return until_broken == 0; }
 
   std::mutex& mutex() { return mutex_; }
 
  private:
-  struct Operation {
-    Work work;
-    std::vector<MarkPtr> after;
-    MarkPtr mark;
-    std::vector<size_t> order;  // of the parts that are left
-  };
-  struct Stream {
-    int device;
-    void* handle;
-    bool blocking;
-    std::deque<Operation> queue;
-    MarkPtr last;
-    int stalled = 0;
-    std::thread thread;
-    std::condition_variable changed;
-  };
-
-  /// A device's default stream is there when it is first used.
-  Stream& find(int device, void* handle) {
-    for (Stream& stream : streams_) {
-      if (stream.handle == handle && (handle != nullptr || stream.device == device)) return stream;
-    }
-    if (handle == nullptr) return begin(device, nullptr, true);
-    std::fprintf(stderr, "a stream that is gone, or was never made\n");
-    std::abort();
-  }
   Stream& begin(int device, void* handle, bool blocking) {
-    Stream& stream = streams_.emplace_back();
-    stream.device = device;
-    stream.handle = handle;
-    stream.blocking = blocking;
+    Stream& stream = streams_.emplace_back(Stream{device, handle, blocking});
     if (threads_) stream.thread = std::thread([this, &stream] { work(stream); });
     return stream;
   }
@@ -231,15 +187,15 @@ class Streams {
     }
     end(stream);
   }
-  /// False where nothing can be done.
-  bool advance_one() {
+  /// Takes the first stream that can go on, or one that is drawn. False where nothing can be done.
+  bool advance_one(bool draws) {
     std::vector<Stream*> able;
     for (Stream& stream : streams_) {
       if (ready(stream)) able.push_back(&stream);
     }
     if (able.empty()) return false;
-    Stream& stream = *able[random_ ? (*random_)() % able.size() : 0];
-    if (stream.stalled > 0) {
+    Stream& stream = *able[draws ? (*random_)() % able.size() : 0];
+    if (draws && stream.stalled > 0) {
       --stream.stalled;
     } else {
       advance(stream);
@@ -248,14 +204,14 @@ class Streams {
   }
   void end(Stream& stream) {
     if (stream.queue.front().work.part && until_broken > 0) --until_broken;
-    stream.queue.front().mark->done = true;
+    *stream.queue.front().mark = true;
     stream.queue.pop_front();
   }
   /// A stream's thread. Operations are carried out with nothing locked, so that the sanitizer sees what meets.
   void work(Stream& stream) {
     std::unique_lock lock(mutex_);
     for (;;) {
-      stream.changed.wait(lock, [&] { return ready(stream) || (ending_ && stream.queue.empty()); });
+      changed_.wait(lock, [&] { return ready(stream) || (ending_ && stream.queue.empty()); });
       if (stream.queue.empty()) return;
       const Operation& first = stream.queue.front();
       const bool works = first.work.part && !broken();
@@ -263,8 +219,7 @@ class Streams {
       for (size_t part = 0; works && part < first.work.parts; ++part) first.work.part(part, nullptr);
       lock.lock();
       end(stream);
-      done_.notify_all();
-      for (Stream& other : streams_) other.changed.notify_all();
+      changed_.notify_all();
     }
   }
   bool pass(std::unique_lock<std::mutex>& lock) {
@@ -274,7 +229,6 @@ class Streams {
     lock.lock();
     return true;
   }
-  bool broken() const { return until_broken == 0; }
 
   std::mutex mutex_;
   std::list<Stream> streams_;  // in the order in which they were met, which does not depend on addresses
@@ -282,7 +236,7 @@ class Streams {
   unsigned eagerness_ = 0;
   bool threads_ = false, ending_ = false;
   uintptr_t last_handle_ = 0x1000;
-  std::condition_variable done_;
+  std::condition_variable changed_;
 };
 
 }  // namespace shardow::fake

@@ -1,11 +1,8 @@
-#include "twins.h"
-
 #include <cxxabi.h>
 
 #include <cstdlib>
 #include <map>
 #include <tuple>
-#include <utility>
 
 #include "emulation.h"
 // After the language's words.
@@ -18,29 +15,14 @@ namespace {
 using namespace kernels;
 using namespace kernels::cuda;
 
-template <class... Parameters, size_t... kIndex>
-std::function<void()> bound(void (*kernel)(Parameters...), void** arguments, std::index_sequence<kIndex...>) {
-  const std::tuple<Parameters...> copies(*static_cast<Parameters*>(arguments[kIndex])...);
-  return [=] { std::apply(kernel, copies); };
-}
-
 template <class... Parameters>
 Twin twin(void (*kernel)(Parameters...)) {
-  return {{sizeof(Parameters)...},
-          [=](void** arguments) { return bound(kernel, arguments, std::index_sequence_for<Parameters...>{}); }};
-}
-
-template <class T>
-constexpr const char* kName = std::is_same_v<T, float>  ? "float"
-                              : std::is_same_v<T, BF16> ? "BF16"
-                              : std::is_same_v<T, F16>  ? "F16"
-                                                        : "double";
-
-template <class... T>
-std::string of_types() {
-  std::string names;
-  static_cast<void>(((names += (names.empty() ? "<" : ", ") + std::string(kName<T>)), ...));
-  return names + ">";
+  const auto bind = [=](void** arguments) {
+    const auto next = [&] { return *arguments++; };
+    const std::tuple<Parameters...> copies{*static_cast<Parameters*>(next())...};  // in this order
+    return [=] { std::apply(kernel, copies); };
+  };
+  return {{sizeof(Parameters)...}, bind};
 }
 
 /// For driver_test.cc: a block's first thread reads what it has not written.
@@ -52,53 +34,43 @@ __global__ void stale_kernel(unsigned* to) {
   }
 }
 
-class Twins {
- public:
-  Twins() {
-    twins_["stale_kernel"] = twin(&stale_kernel);
-    add_averages<float>();
-    add_averages<BF16>();
-    add_averages<F16>();
-    add_averages<double>();
-    twins_["swap_kernel"] = twin(&swap_kernel);
-  }
+using Twins = std::map<std::string, Twin>;
 
-  const Twin* find(const std::string& name) const {
-    const auto entry = twins_.find(name);
-    return entry != twins_.end() ? &entry->second : nullptr;
-  }
+template <auto kKernel>
+void add(Twins& twins) {
+  const std::string function = __PRETTY_FUNCTION__;  // "... [with auto kKernel = NAME; ..."
+  twins[plain_name(function.substr(function.find("kKernel = ") + 10))] = twin(kKernel);
+}
 
- private:
-  template <class S>
-  void add_averages() {
-    add_updates<S>(Types<>{}, Types<float, BF16, F16, double>{});
-    add_casts<S, float, BF16, F16, double>();
-  }
+template <class... T>
+struct Types {};
 
-  template <class... T>
-  struct Types {};
-
-  /// Adds those of every subset of the parameters' types.
-  template <class S, class... P, class Next, class... Rest>
-  void add_updates(Types<P...>, Types<Next, Rest...>) {
-    add_updates<S>(Types<P...>{}, Types<Rest...>{});
-    add_updates<S>(Types<P..., Next>{}, Types<Rest...>{});
+/// Adds those of every subset of the parameters' types.
+template <class S, class... P, class Next, class... Rest>
+void add_updates(Twins& twins, Types<P...>, Types<Next, Rest...>) {
+  add_updates<S>(twins, Types<P...>{}, Types<Rest...>{});
+  add_updates<S>(twins, Types<P..., Next>{}, Types<Rest...>{});
+}
+template <class S, class... P>
+void add_updates(Twins& twins, Types<P...>, Types<>) {
+  if constexpr (sizeof...(P) > 0) {
+    add<&update_kernel<S, P...>>(twins);
+    add<&copy_kernel<S, P...>>(twins);
   }
-  template <class S, class... P>
-  void add_updates(Types<P...>, Types<>) {
-    if constexpr (sizeof...(P) > 0) {
-      twins_["update_kernel" + of_types<S, P...>()] = twin(&update_kernel<S, P...>);
-      twins_["copy_kernel" + of_types<S, P...>()] = twin(&copy_kernel<S, P...>);
-    }
-  }
+}
 
-  template <class From, class... To>
-  void add_casts() {
-    static_cast<void>(((twins_["cast_kernel" + of_types<From, To>()] = twin(&cast_kernel<From, To>)), ...));
-  }
-
-  std::map<std::string, Twin> twins_;
-};
+template <class... T>
+Twins all_of(Types<T...> types) {
+  Twins twins;
+  twins["stale_kernel"] = twin(&stale_kernel);
+  add<&swap_kernel>(twins);
+  const auto add_of = [&]<class S>() {
+    add_updates<S>(twins, Types<>{}, types);
+    (add<&cast_kernel<S, T>>(twins), ...);
+  };
+  (add_of.template operator()<T>(), ...);
+  return twins;
+}
 
 }  // namespace
 
@@ -114,12 +86,13 @@ std::string plain_name(const std::string& mangled) {
   for (const std::string noise : {"void ", "shardow::kernels::cuda::", "shardow::kernels::"}) {
     for (size_t at = 0; (at = name.find(noise)) != std::string::npos;) name.erase(at, noise.size());
   }
-  return name.substr(0, name.find('('));
+  return name.substr(0, name.find_first_of("(;]"));
 }
 
 const Twin* twin_of(const std::string& name) {
-  static const Twins* const twins = new Twins;
-  return twins->find(plain_name(name));
+  static const Twins* const twins = new Twins(all_of(Types<float, BF16, F16, double>{}));
+  const auto entry = twins->find(plain_name(name));
+  return entry != twins->end() ? &entry->second : nullptr;
 }
 
 }  // namespace shardow::fake

@@ -17,7 +17,7 @@ void LateStore::set(const std::string& key, const std::string& value) {
 std::optional<std::string> LateStore::get(const std::string& key, Deadline deadline) {
   reach("get");
   for (;; arrive()) {
-    if (const auto found = shelf_->values.find(key); found != shelf_->values.end()) return found->second;
+    if (const auto entry = shelf_->values.find(key); entry != shelf_->values.end()) return entry->second;
     if (simulation_.now() >= deadline) return std::nullopt;
     const auto next = shelf_->under_way.begin();
     simulation_.wait(shelf_.get(), next == shelf_->under_way.end() ? deadline : std::min(deadline, next->first));
@@ -36,9 +36,9 @@ int64_t LateStore::add(const std::string& key, int64_t amount) {
 
 std::string LateStore::compare_set(const std::string& key, const std::string& expected, const std::string& desired) {
   reach("compare_set");
-  const std::string there = comm::compared(shelf_->values, key, expected, desired);
+  const std::string value = comm::compared(shelf_->values, key, expected, desired);
   simulation_.notify(shelf_.get());
-  return takes_own_verdict_ && expected.empty() ? desired : there;
+  return takes_own_verdict_ && expected.empty() ? desired : value;
 }
 
 void LateStore::append(const std::string& key, const std::string& value) {

@@ -157,9 +157,9 @@ std::unique_ptr<Group> store_group(std::unique_ptr<Store> store, int rank, int s
 std::vector<std::unique_ptr<Group>> threads(int n) {
   if (n < 1) fail(Code::kInvalidArgument, "a group of {} ranks; at least 1 is needed", n);
   const auto shelf = std::make_shared<comm::MemoryStore::Shelf>();
-  std::vector<std::unique_ptr<Group>> groups;
+  std::vector<std::unique_ptr<Group>> groups(static_cast<size_t>(n));
   for (int rank = 0; rank < n; ++rank)
-    groups.push_back(store_group(std::make_unique<comm::MemoryStore>(shelf), rank, n));
+    groups[static_cast<size_t>(rank)] = store_group(std::make_unique<comm::MemoryStore>(shelf), rank, n);
   return groups;
 }
 

@@ -192,8 +192,8 @@ class Round {
 
   /// By their names; of a round that has no verdict.
   std::vector<int> missing() {
-    std::vector<int64_t> bits;
-    for (int lane = 0; lane < lanes_; ++lane) bits.push_back(store_.add(key("lane/{}", lane), 0));
+    std::vector<int64_t> bits(static_cast<size_t>(lanes_));
+    for (size_t lane = 0; lane < bits.size(); ++lane) bits[lane] = store_.add(key("lane/{}", lane), 0);
     std::vector<int> ranks;
     for (int i = 0; i < size_; ++i) {
       if ((bits[static_cast<size_t>(i % lanes_)] >> (i / lanes_) & 1) == 0)
@@ -215,7 +215,7 @@ class Round {
 
   /// (3)
   std::string summed_up(bool any_words, const Group::Decide* decide) {
-    const std::string nothing = numbers_and_text({kDecided, 0, 0, 0}, "");
+    std::string nothing = numbers_and_text({kDecided, 0, 0, 0}, "");
     if (!any_words && (decide == nullptr || own_.empty())) return nothing;
     read_words(any_words);
     written_.push_back(key("words"));

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <exception>
 #include <map>
+#include <new>
 #include <utility>
 
 #include "base/turns.h"
@@ -236,6 +237,8 @@ class Round {
       made = decide(words_);
     } catch (const Error& error) {
       return failure(error.code(), error.what(), error.os_errno());
+    } catch (const std::bad_alloc&) {
+      return failure(Code::kOutOfMemory, fmt::format("rank {} has no memory left", at_.ranks[at_.index]));
     } catch (const std::exception& error) {
       return failure(Code::kPeerFailed, fmt::format("rank {}: {}", at_.ranks[at_.index], error.what()));
     }
@@ -318,6 +321,11 @@ class Round {
 
 Rounds::Met Rounds::meet(const std::string& call, std::string_view own, const Group::Decide* decide,
                          Deadline deadline) {
+  if (meeting_.ranks.size() == 1) {
+    Group::Decision made;
+    if (decide != nullptr && !own.empty()) made = (*decide)({std::string(own)});
+    return {std::move(made.common), made.each.empty() ? std::string() : std::move(made.each[0]), {std::string(own)}};
+  }
   Round round(meeting_, next_++, call, own);
   const std::vector<std::string> old = std::exchange(old_, {});
   try {

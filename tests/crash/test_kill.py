@@ -20,7 +20,7 @@ from versions import listed
 import shardow
 
 SAVER, MERGER = (Path(__file__).with_name(name) for name in ("saver.py", "merger.py"))
-KILLS = 400 if os.environ.get("SHARDOW_ALL") else 10
+KILLS = 400 if os.environ.get("SHARDOW_ALL") else 6
 
 
 def kill_after(program: Path, arguments: list[str], seconds: float) -> int:

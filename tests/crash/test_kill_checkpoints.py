@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 import trainer
 
-KILLS = 100 if os.environ.get("SHARDOW_ALL") else 4
+KILLS = 100 if os.environ.get("SHARDOW_ALL") else 3
 WORLD = 2
 
 

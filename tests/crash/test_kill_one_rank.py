@@ -23,7 +23,7 @@ from versions import FILE_BYTES, OTHERS, strays, version_at
 from zygote import Outcome, Save, Zygote
 
 ALL = bool(os.environ.get("SHARDOW_ALL"))
-STRIDE = 1 if ALL else 19  # of the steps
+STRIDE = 1 if ALL else 29  # of the steps
 RANDOM_KILLS = 150 if ALL else 8  # of each form
 
 WORLD, MIDDLE = 3, 1

@@ -114,6 +114,9 @@ class Tree:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / path, copy)
                 shutil.copymode(ROOT / path, copy)
+        for copy in [copy for folder in ("src", "include", "tests") for copy in (self.root / folder).rglob("*.*")]:
+            if not (ROOT / copy.relative_to(self.root)).exists():
+                copy.unlink()  # it went, and would be compiled beside what took its place
         if not self.python.exists():
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.root / ".venv"], check=True)
         # Only paths: .venv's own .pth file would put the tree that it is installed from in front.

@@ -21,7 +21,7 @@ from programs.other_job import Marks, OtherJobs, version
 from programs.story import Line, Oracle, Program, draw
 from programs.two_jobs import next_equal
 
-COUNT = 200 if os.environ.get("SHARDOW_ALL") else 10
+COUNT = 200 if os.environ.get("SHARDOW_ALL") else 6
 ATTEMPTS = 24  # at a shorter program that fails too; each costs new processes
 
 

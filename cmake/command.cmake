@@ -16,9 +16,9 @@ set_target_properties(shardow_cli PROPERTIES UNITY_BUILD_BATCH_SIZE 6)  # CLI11 
 target_include_directories(shardow_cli PUBLIC src)
 target_compile_definitions(shardow_cli PRIVATE SHARDOW_VERSION="${PROJECT_VERSION}")
 target_compile_options(shardow_cli PRIVATE ${SHARDOW_ENGINE_OPTIONS})
-target_link_libraries(shardow_cli PUBLIC shardow PRIVATE CLI11::CLI11 fmt::fmt simdjson::simdjson Threads::Threads shardow_options)
+target_link_libraries(shardow_cli PUBLIC shardow CLI11::CLI11 PRIVATE fmt::fmt simdjson::simdjson Threads::Threads shardow_options)
 get_target_property(cli11 CLI11::CLI11 INTERFACE_INCLUDE_DIRECTORIES)
-target_include_directories(shardow_cli SYSTEM PRIVATE ${cli11})
+target_include_directories(shardow_cli SYSTEM PUBLIC ${cli11})
 
 add_executable(shardow_command src/cli/main.cc)
 target_link_libraries(shardow_command PRIVATE shardow_cli shardow_options)

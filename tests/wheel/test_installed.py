@@ -20,8 +20,8 @@ WHEELS = sorted((ROOT / "dist").glob("*.whl"))
 pytestmark = pytest.mark.skipif(not os.environ.get("SHARDOW_ALL"), reason="chroots take minutes: make wheel wheel-test")
 
 
-def one(tag: str) -> Path:
-    found = [wheel for wheel in WHEELS if tag in wheel.name]
+def one(tag: str, machine: str = "x86_64") -> Path:
+    found = [wheel for wheel in WHEELS if f"-{tag}-manylinux" in wheel.name and machine in wheel.name]
     assert found, f"dist/ has no wheel for {tag}: make wheel"
     return found[0]
 
@@ -34,7 +34,7 @@ def test_every_wheel_holds_to_the_rules() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("suite", "tag", "torch"),
-    [("bookworm", "cp311-cp311-manylinux_2_27_x86_64", True), ("trixie", "cp312-abi3-manylinux_2_27_x86_64", False)],
+    [("bookworm", "cp311-cp311", True), ("trixie", "cp312-abi3", False)],
 )
 def test_a_wheel_in_a_bare_debian(suite: str, tag: str, torch: bool) -> None:
     """The README's first example where torch's CPU build is to be had for that Debian's Python; what needs no torch
@@ -59,7 +59,7 @@ def test_an_arm_wheel_under_emulation() -> None:
         pytest.skip('dist/ has no ARM wheel: make wheel WHEELS="x86_64 aarch64"')
     folder = ROOT / "build/wheel/aarch64"
     site = folder / "site"
-    wheel = one("cp312-abi3-manylinux_2_27_aarch64")
+    wheel = one("cp312-abi3", "aarch64")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--target", site]
     platforms = [f"--platform=manylinux{one}_aarch64" for one in ("_2_28", "_2_27", "_2_17", "2014")]
     subprocess.run([*pip, "--only-binary=:all:", "--python-version=3.13", *platforms, wheel], check=True)

@@ -1,4 +1,4 @@
-// What readers meet at each instant of a save, and the steps that it takes.
+// Readers at each instant of a save, and the steps that it takes.
 #include <fmt/format.h>
 #include <simdjson.h>
 

@@ -82,9 +82,10 @@ build/torch-%: build/.tests
 # What has no smaller form, or a matrix that CI has whole.
 SLOW := tests/test_benchmarks.py tests/libtorch tests/nvrtc python/tests/averages/test_bit_identical.py
 
-test-slow: build  ## the simulator in full, and that it finds mistakes; benchmarks, LibTorch's examples, all shardings; three minutes
+test-slow: build build/.slow-packages  ## the simulator in full, and that it finds mistakes; benchmarks, LibTorch's examples, all shardings, DeepSpeed; five minutes
 	build/release/simulate_test --gtest_filter=Simulate.*
 	SHARDOW_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(SLOW)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(wildcard $(FRAMEWORKS)/test_deepspeed*.py)
 
 mutants: build  ## plants the mistakes of tests/mutants, and tells which of them tests notice; ONLY=: those with this text (an hour)
 	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only "$(ONLY)")
@@ -223,6 +224,10 @@ build/.test-setup: tools/requirements.txt tools/requirements-peers.txt build/.te
 	@$(PIP) -r $<
 	@$(PIP) --no-deps --no-build-isolation -r tools/requirements-peers.txt
 	@$(BIN)/python -m compileall -qq -j $(JOBS) -x '/(tests|models|pipelines|pip|mypy|sympy|scipy|sklearn|networkx|pygments|fontTools)/' $(VENV)/lib/python3*/site-packages || true  # some are templates, not Python
+	@touch $@
+
+build/.slow-packages: tools/requirements-slow.txt build/.test-setup
+	@$(PIP) --no-deps --no-build-isolation -r $<
 	@touch $@
 
 build/.tests: build/.installed build/.test-packages build/.optional

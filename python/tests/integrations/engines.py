@@ -6,13 +6,16 @@ import logging
 import os
 import sys
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import framework_ranks
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+of_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="no deepspeed: make test-slow installs it")
 #: In fresh processes: DeepSpeed keeps its groups for the life of one.
 run = framework_ranks.fresh
 

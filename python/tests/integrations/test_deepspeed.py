@@ -16,13 +16,14 @@ import engines
 import pytest
 import torch
 import torch.distributed as dist
-from engines import KINDS, Net, engine, train, whole
+from engines import KINDS, Net, engine, of_deepspeed, train, whole
 from safetensors.torch import load_file
 
 import shardow
 from shardow.compat.dist_ema import DistEMA
 from shardow.integrations.deepspeed import ema
 
+pytestmark = of_deepspeed
 State = dict[str, torch.Tensor]
 SOME = ["bf16-optimizer", "zero3"]  # the others with SHARDOW_ALL=1
 EVERY = [*KINDS] if os.environ.get("SHARDOW_ALL") else SOME

@@ -10,11 +10,12 @@ import engines
 import pytest
 import torch
 import torch.distributed as dist
-from engines import KINDS, Net, engine, train, whole
+from engines import KINDS, Net, engine, of_deepspeed, train, whole
 from torch import nn
 
 import shardow
 
+pytestmark = of_deepspeed
 # The others have no masters, or nothing leads to them.
 MARKED = [kind for kind in KINDS if kind not in ("zero0", "zero2-fp32")]
 SOME = MARKED if os.environ.get("SHARDOW_ALL") else ["zero2", "zero3-bf16"]

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import engine, train
+from engines import engine, of_deepspeed, train
 from stopped_swaps import TIMEOUT, Rank
 from swap_seams import run_in_new_processes
 
 from shardow.integrations.deepspeed import ema
 
+pytestmark = of_deepspeed
 EVERY = bool(os.environ.get("SHARDOW_ALL"))
 
 

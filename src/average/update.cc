@@ -41,7 +41,7 @@ int64_t Average::Impl::next_step(std::optional<int64_t> step) const {
 UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given,
                                    Launch launch) {
   if (launch == Launch::kByReplay && !bound.offloads.empty()) refuse_graph("prepare_replay()");
-  std::exception_ptr last;  // what the update before this one met: told when this one is on its way too, or refused
+  std::exception_ptr last;  // the error of the update before, thrown when this one is under way, or refused, too
   try {
     wait();
   } catch (const Error&) {

@@ -25,7 +25,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr size_t kShort = 512;                  // bytes of words that may be everybody's
+constexpr size_t kShort = 512;                  // bytes of words that all ranks may have in common
 constexpr size_t kLong = size_t{16} << 10;      // of words and answers: from here on under a key of their own
 constexpr size_t kMostBytes = size_t{4} << 20;  // of a value; c10d's TCPStore drops who sends 8 MiB
 constexpr int kLane = 31;                       // ranks, with two bits each
@@ -79,9 +79,9 @@ class Round {
   /// (1) to (4): the verdict. `before`: the verdict of the last round, as the store has it; nothing where this rank has
   /// left that.
   std::string come(std::optional<std::string> before, const Group::Decide* decide, Deadline deadline) {
-    const std::string has_left = failure(
-        Code::kTimeout, fmt::format("rank {} has left: the ranks' store did not answer it", at_.ranks[at_.index]));
     if (!before) {
+      const std::string has_left = failure(
+          Code::kTimeout, fmt::format("rank {} has left: the ranks' store did not answer it", at_.ranks[at_.index]));
       before = framed(body_of(propose(number_ - 1, has_left)));
       // Decides for the others: this rank goes on from its beginning, and they do not.
       if (is_good(body_of(*before))) return body_of(propose(number_, has_left));

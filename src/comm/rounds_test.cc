@@ -13,6 +13,7 @@
 #include "base/mutex.h"
 #include "comm/memory_store.h"
 #include "comm/wire.h"
+#include "delegate.h"
 #include "findings.h"
 
 namespace shardow::comm {
@@ -21,25 +22,14 @@ namespace {
 using Shelf = MemoryStore::Shelf;
 
 /// Counts operations, and throws in place of the one that `ends` says.
-class CountedStore final : public Store {
+class CountedStore final : public DelegateStore {
  public:
   explicit CountedStore(std::shared_ptr<Shelf> shelf) : store_(std::move(shelf)) {}
-
-  void set(const std::string& key, const std::string& value) override { counted().set(key, value); }
-  std::optional<std::string> get(const std::string& key, Deadline deadline) override {
-    return counted().get(key, deadline);
-  }
-  bool check(const std::string& key) override { return counted().check(key); }
-  int64_t add(const std::string& key, int64_t amount) override { return counted().add(key, amount); }
-  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override {
-    return counted().compare_set(key, expected, desired);
-  }
-  void erase(const std::string& key) override { counted().erase(key); }
 
   int operations = 0, ends = -1;
 
  private:
-  Store& counted() {
+  Store& store() override {
     if (operations++ == ends) throw Error(Code::kPeerFailed, "no answer");
     return store_;
   }

@@ -4,13 +4,13 @@
 #include <latch>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "comm/group_fixture.h"
 #include "comm/memory_store.h"
+#include "delegate.h"
 #include "shardow/detail/store.h"
 
 namespace shardow {
@@ -29,28 +29,18 @@ struct Shelf {
   bool burnt = false;
 };
 
-/// In memory, and without append() of its own.
-class ShelfStore final : public Store {
+class ShelfStore final : public DelegateStore {
  public:
   explicit ShelfStore(std::shared_ptr<Shelf> shelf) : shelf_(std::move(shelf)), store_(shelf_->values) {}
 
   void set(const std::string& key, const std::string& value) override {
-    there().set(key, value);
+    DelegateStore::set(key, value);
     const std::lock_guard lock(shelf_->mutex);
     shelf_->written.push_back(key);
   }
-  std::optional<std::string> get(const std::string& key, Deadline deadline) override {
-    return there().get(key, deadline);
-  }
-  bool check(const std::string& key) override { return there().check(key); }
-  int64_t add(const std::string& key, int64_t amount) override { return there().add(key, amount); }
-  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override {
-    return there().compare_set(key, expected, desired);
-  }
-  void erase(const std::string& key) override { there().erase(key); }
 
  private:
-  Store& there() {
+  Store& store() override {
     if (shelf_->burnt) throw Error(Code::kPeerFailed, "the shelf is burnt");
     return store_;
   }

@@ -187,9 +187,9 @@ TEST_F(CudaCalls, AnUpdateThatFailedIsToldWhereTheNextOneIsRefused) {
   make(true, {.ring_bytes = int64_t{1} << 26});
   fake::fail_copy(100, 1);
   ema_->update(1);
-  const auto told = [&] { return error_of([&] { ema_->update(1); }); };
-  EXPECT_NE(told().find("the update of step 1 was not made"), std::string::npos);
-  EXPECT_NE(told().find("step 1 has been counted already"), std::string::npos);
+  const auto error = [&] { return error_of([&] { ema_->update(1); }); };
+  EXPECT_NE(error().find("the update of step 1 was not made"), std::string::npos);
+  EXPECT_NE(error().find("step 1 has been counted already"), std::string::npos);
 }
 
 TEST_F(CudaCalls, TheStreamWaitsForTheLastCopyAndTheHostDoesNot) {

@@ -18,7 +18,7 @@ namespace shardow::fake {
 class DrawnTurns final : public base::Turns {
  public:
   explicit DrawnTurns(uint64_t seed) : random_(seed), stays_(1 + static_cast<unsigned>(random_() % 8)) {
-    mine = nullptr;
+    identity = nullptr;
     base::turns = this;
     between = [this] { pass(); };
   }
@@ -33,12 +33,12 @@ class DrawnTurns final : public base::Turns {
   }
   void begin(const void* who) override {
     Lock lock(mutex_);
-    mine = who;
+    identity = who;
     changed_.wait(lock, [&] { return turn_ == who; });
   }
   void end() override {
     const Lock lock(mutex_);
-    std::erase(present_, mine);
+    std::erase(present_, identity);
     turn_ = present_[random_() % present_.size()];
     changed_.notify_all();
   }
@@ -51,7 +51,7 @@ class DrawnTurns final : public base::Turns {
   }
 
  private:
-  static inline thread_local const void* mine = nullptr;  // who this thread is
+  static inline thread_local const void* identity = nullptr;  // who this thread is
 
   using Lock = std::unique_lock<std::mutex>;
 
@@ -63,10 +63,10 @@ class DrawnTurns final : public base::Turns {
   void give(Lock& lock, bool others_only) {
     do {
       turn_ = present_[random_() % present_.size()];
-    } while (others_only && turn_ == mine);
-    if (turn_ == mine) return;
+    } while (others_only && turn_ == identity);
+    if (turn_ == identity) return;
     changed_.notify_all();
-    changed_.wait(lock, [&] { return turn_ == mine; });
+    changed_.wait(lock, [&] { return turn_ == identity; });
   }
 
   std::mutex mutex_;

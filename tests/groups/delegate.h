@@ -1,6 +1,10 @@
-// For tests: a Group that does as another, but for what a test overrides.
+// For tests: a Group and a Store that do as others, but for what a test overrides.
 #pragma once
 
+#include <optional>
+#include <string>
+
+#include "shardow/detail/store.h"
 #include "shardow/group.h"
 
 namespace shardow {
@@ -29,6 +33,25 @@ class Delegate : public Group {
 
  protected:
   Group& group_;
+};
+
+/// A Store that does as another, which is asked for before each call, but for what a test overrides; append() is
+/// Store's.
+class DelegateStore : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override { store().set(key, value); }
+  std::optional<std::string> get(const std::string& key, Deadline deadline) override {
+    return store().get(key, deadline);
+  }
+  bool check(const std::string& key) override { return store().check(key); }
+  int64_t add(const std::string& key, int64_t amount) override { return store().add(key, amount); }
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) override {
+    return store().compare_set(key, expected, desired);
+  }
+  void erase(const std::string& key) override { store().erase(key); }
+
+ protected:
+  virtual Store& store() = 0;
 };
 
 }  // namespace shardow

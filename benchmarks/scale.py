@@ -36,10 +36,11 @@ from emulated import CountedStore, emulated, on_all
 
 import shardow
 from shardow import _core
-from shardow.ranks.store_group import StoreGroup, store_group
+from shardow.ranks import store_group
 
 TENSORS, ROWS = 2_000, 64  # of the processes' checkpoint
 TIMEOUT = 600.0
+MOVED = ("sent", "received")
 Figures = dict[str, float]
 
 
@@ -47,31 +48,31 @@ Figures = dict[str, float]
 
 
 def emulated_ranks(size: int) -> dict[str, Figures]:
-    """Of the worst rank. A second thread, to which a rank of its own leaves its waits, is left out."""
-    with emulated(size, helped=False) as groups:
+    """Of the worst rank."""
+    with emulated(size) as groups:
         on_all(groups, lambda group: _core.agree(group, "warm", TIMEOUT, lambda: None))
         for group in groups:
-            group.store.forget()
+            group.forget()
         answers, seconds = on_all(groups, lambda group: _core.agree(group, "call()", TIMEOUT, lambda: None))
-        stores = [group.store for group in groups]
+        operations = [group.operations.total() for group in groups]
+        moved = {what: max(sum(getattr(store, what) for store in group.stores) for group in groups) for what in MOVED}
     if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
         raise failed[0]
-    operations = [sum(store.operations.values()) for store in stores]
     figures = {"seconds": seconds, "operations": max(operations), "mean_operations": sum(operations) / size}
-    return {"agree": figures | {what: max(getattr(store, what) for store in stores) for what in ("sent", "received")}}
+    return {"agree": figures | moved}
 
 
 def on_rank(path: str) -> dict[str, Figures]:
     """Of this rank, whose store is counted; of calls that were made once before."""
     stores: list[CountedStore] = []
-    connected = StoreGroup._connected
+    connected = store_group.connected
 
-    def counted(group: StoreGroup) -> Any:
-        stores.append(CountedStore(connected(group)))
+    def counted(prefix: str) -> CountedStore:
+        stores.append(CountedStore(connected(prefix)))
         return stores[-1]
 
-    StoreGroup._connected = counted  # type: ignore[method-assign]
-    group, figures = store_group(dist.group.WORLD), {}
+    store_group.connected = counted
+    group, figures = store_group.store_group(dist.group.WORLD), {}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.zeros(ROWS, 8)
     names = [f"layers.{i}.weight" for i in range(TENSORS)]
@@ -90,8 +91,8 @@ def on_rank(path: str) -> dict[str, Figures]:
         call()
         seconds = time.perf_counter() - begin
         figures[what] = {"seconds": seconds, "operations": sum(sum(store.operations.values()) for store in stores)}
-        figures[what] |= {fact: sum(getattr(store, fact) for store in stores) for fact in ("sent", "received")}
-    StoreGroup._connected = connected  # type: ignore[method-assign]
+        figures[what] |= {fact: sum(getattr(store, fact) for store in stores) for fact in MOVED}
+    store_group.connected = connected
     return figures
 
 

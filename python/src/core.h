@@ -13,6 +13,14 @@ nanobind::object to_text(const std::string& message);
 /// Returns Python's text as bytes, those of paths as they are on disk. The GIL is held.
 std::string bytes_of(nanobind::handle text);
 
+inline std::string text_of(nanobind::handle bytes) {
+  const auto text = nanobind::cast<nanobind::bytes>(bytes);
+  return {text.c_str(), text.size()};
+}
+inline nanobind::bytes to_bytes(const std::string& text) {
+  return nanobind::bytes(text.data(), text.size());
+}
+
 /// For Python that the engine calls: throws the engine's Error where Python raised one of shardow's. The GIL is held.
 void throw_if_ours(const nanobind::python_error& raised);
 

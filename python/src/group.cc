@@ -1,5 +1,5 @@
-// Group crosses both ways: C++ fillings are usable from Python, and a Python subclass
-// (shardow.ranks.store_group.StoreGroup) fills the interface for C++.
+// Groups for Python. Rounds are C++'s, over a store of torch's (store.h); a subclass of Python's
+// (shardow.ranks.store_group.StoreGroup) moves blocks.
 #include "shardow/group.h"
 
 #include <nanobind/stl/chrono.h>
@@ -18,18 +18,15 @@
 
 #include "callbacks.h"
 #include "comm/agree.h"
+#include "comm/store_group.h"
 #include "core.h"
+#include "store.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace shardow::python {
 namespace {
-
-std::string text_of(nb::handle one) {
-  const auto bytes = nb::cast<nb::bytes>(one);
-  return {bytes.c_str(), bytes.size()};
-}
 
 double seconds_left(Deadline deadline) {
   return std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count();
@@ -46,53 +43,16 @@ auto in_python(Fn fn) {
   }
 }
 
-/// What a Python subclass provides: its rank and size to the constructor, begin(call, seconds) where it has names for
-/// rounds, all_gather(bytes, seconds) -> list of bytes, decide(bytes, callable, seconds) -> two bytes where it has a
-/// way of its own, broadcast and so on over buffers.
-struct PyGroup final : Group {
-  NB_TRAMPOLINE(Group, 3);
+/// A group whose subclass in Python provides all_reduce, broadcast, send and recv over buffers.
+struct PyGroup final : comm::StoreGroup {
+  NB_TRAMPOLINE(comm::StoreGroup, 4);
 
-  PyGroup(int rank, int size) : rank_(rank), size_(size) {}
+  PyGroup(int rank, std::vector<int> ranks, nb::object serve, nb::object poll, nb::object put_off)
+      : PyGroup(py_store(std::move(serve), std::move(poll), std::move(put_off)), rank, std::move(ranks)) {}
 
-  int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return size_; }
   bool moves_blocks() const noexcept override { return moves_blocks_; }
   void set_moves_blocks(bool moves) { moves_blocks_ = moves; }
-
-  void begin(std::string_view call, std::chrono::milliseconds timeout) override {
-    in_python([&] {
-      const nb::object named = nb::getattr(self(), "begin", nb::none());
-      if (!named.is_none()) named(nb::str(call.data(), call.size()), std::chrono::duration<double>(timeout).count());
-    });
-  }
-
-  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
-    return in_python([&] {
-      nb::list answer =
-          nb::cast<nb::list>(self().attr("all_gather")(nb::bytes(mine.data(), mine.size()), seconds_left(deadline)));
-      std::vector<std::string> all;
-      for (nb::handle one : answer) all.push_back(text_of(one));
-      return all;
-    });
-  }
-
-  Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
-    return in_python([&] {
-      const nb::object theirs = nb::getattr(self(), "decide", nb::none());
-      if (theirs.is_none()) return Group::decide(mine, decide, deadline);
-      const nb::object weigh = nb::cpp_function([&decide](const nb::list& everybody) {
-        std::vector<std::string> all;
-        for (nb::handle one : everybody) all.push_back(text_of(one));
-        const Decision made = decide(all);
-        nb::list each;
-        for (const std::string& one : made.each) each.append(nb::bytes(one.data(), one.size()));
-        return nb::make_tuple(nb::bytes(made.common.data(), made.common.size()), each);
-      });
-      const auto answer =
-          nb::cast<nb::tuple>(theirs(nb::bytes(mine.data(), mine.size()), weigh, seconds_left(deadline)));
-      return Answer{text_of(answer[0]), text_of(answer[1])};
-    });
-  }
+  PyStore& python_store() { return static_cast<PyStore&>(store()); }
 
   void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
     const char* name = op == Op::kSum ? "sum" : op == Op::kMax ? "max" : "xor";
@@ -114,6 +74,9 @@ struct PyGroup final : Group {
   }
 
  private:
+  PyGroup(std::unique_ptr<Store> store, int rank, std::vector<int> ranks)
+      : StoreGroup(std::move(store), {*store, "", "", std::move(ranks), static_cast<size_t>(rank), false}) {}
+
   nb::handle self() const { return nb_trampoline.base(); }
 
   /// Borrowed: valid during the call alone.
@@ -122,20 +85,67 @@ struct PyGroup final : Group {
                                              static_cast<Py_ssize_t>(bytes.size()), PyBUF_WRITE));
   }
 
-  const int rank_, size_;
   bool moves_blocks_ = true;
 };
+
+/// Returns a decision that Python makes of all ranks' words. Its exception is all ranks' error, or interrupts the
+/// round.
+template <class Fn>
+auto weighed(Group& group, const std::vector<std::string>& everybody, Fn fn) {
+  const nb::gil_scoped_acquire gil;
+  try {
+    nb::list all;
+    for (const std::string& words : everybody) all.append(to_bytes(words));
+    return fn(all);
+  } catch (nb::python_error& raised) {
+    throw_if_ours(raised);
+    auto* const own = dynamic_cast<PyGroup*>(&group);
+    if (own == nullptr || own->size() == 1) throw;
+    if (!raised.matches(PyExc_Exception)) own->python_store().interrupt(std::move(raised));
+    throw std::runtime_error(without_stack(raised));
+  }
+}
 
 std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double timeout) {
   std::vector<std::string> all;
   {
     const std::string_view data(mine.c_str(), mine.size());
-    nb::gil_scoped_release release;
+    const nb::gil_scoped_release release;
     all = group.all_gather(data, in_seconds(timeout));
   }
   std::vector<nb::bytes> result;
-  for (const std::string& one : all) result.emplace_back(one.data(), one.size());
+  for (const std::string& one : all) result.push_back(to_bytes(one));
   return result;
+}
+
+std::pair<nb::bytes, nb::bytes> decide(Group& group, const nb::bytes& mine, const nb::callable& weigh, double timeout) {
+  const auto made_by = [&](const nb::list& all) {
+    const auto made = nb::cast<nb::tuple>(weigh(all));
+    Group::Decision decision{text_of(made[0])};
+    for (nb::handle words : made[1]) decision.each.push_back(text_of(words));
+    return decision;
+  };
+  Group::Answer answer;
+  {
+    const std::string_view data(mine.c_str(), mine.size());
+    const nb::gil_scoped_release release;
+    const auto choose = [&](const auto& everybody) { return weighed(group, everybody, made_by); };
+    answer = group.decide(data, choose, in_seconds(timeout));
+  }
+  return {to_bytes(answer.common), to_bytes(answer.own)};
+}
+
+nb::bytes compare_set(comm::StoreGroup& group, const std::string& key, const std::string& expected,
+                      const std::string& desired, double timeout) {
+  std::string value;
+  try {
+    const nb::gil_scoped_release release;
+    group.store().answer_by(in_seconds(timeout), timeout);
+    value = group.store().compare_set(key, expected, desired);
+  } catch (Interruption& interruption) {
+    std::rethrow_exception(interruption.exception(""));
+  }
+  return to_bytes(value);
 }
 
 /// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once,
@@ -180,28 +190,48 @@ nb::object agree(Group& group, const std::string& call, double timeout, const nb
 nb::bytes agree_on(Group& group, const std::string& call, double timeout, const nb::callable& fn,
                    const nb::callable& weigh) {
   const auto sum_up = [&](const std::vector<std::string>& words) {
-    return in_python([&] {
-      nb::list all;
-      for (const std::string& word : words) all.append(nb::bytes(word.data(), word.size()));
-      return text_of(weigh(all));
-    });
+    return weighed(group, words, [&](const nb::list& all) { return text_of(weigh(all)); });
   };
   const std::string common = agree_in_python(group, call, timeout, fn, 0.0, text_of, sum_up).second;
-  return nb::bytes(common.data(), common.size());
+  return to_bytes(common);
 }
 
 }  // namespace
 
 void bind_group(nb::module_& m) {
-  nb::class_<Group, PyGroup>(m, "Group", "The ranks that act together.")
-      .def(nb::init<int, int>(), "rank"_a, "size"_a)
+  nb::class_<Group>(m, "Group", "The ranks that act together.")
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
+      .def_prop_ro("moves_blocks", &Group::moves_blocks)
+      .def(
+          "begin",
+          [](Group& group, const std::string& call, double timeout) { group.begin(call, milliseconds(timeout)); },
+          "call"_a, "timeout"_a, "The next round is `call`'s first; rounds after it are its later steps.")
+      .def("all_gather", &all_gather, "mine"_a, "timeout"_a, "Every rank's bytes, by rank. Collective.")
+      .def("decide", &decide, "mine"_a, "weigh"_a, "timeout"_a,
+           "What weigh() makes, on one rank, of all ranks' bytes: (bytes for all, bytes for each rank, or none). "
+           "Returns "
+           "those for all, and those for this rank; both empty, and weigh() is not called, where no rank has any. "
+           "Collective.");
+  nb::class_<comm::StoreGroup, Group, PyGroup>(m, "StoreGroup", "Ranks that meet in a store.")
+      .def(
+          nb::init<int, std::vector<int>, nb::object, nb::object, nb::object>(), "rank"_a, "ranks"_a, "serve"_a,
+          "poll"_a, "put_off"_a,
+          "`ranks`, by their names in messages. `serve(next, answer, fail)` starts a thread that asks a store of "
+          "torch's "
+          "what next() returns, as (name, key, values), until that is None, and tells what came of it; `poll()` raises "
+          "what interrupts a wait, `put_off(exception)` says whether that comes again later.")
       .def_prop_rw("moves_blocks", &Group::moves_blocks,
-                   [](Group& group, bool moves) { dynamic_cast<PyGroup&>(group).set_moves_blocks(moves); });
+                   [](comm::StoreGroup& group, bool moves) { dynamic_cast<PyGroup&>(group).set_moves_blocks(moves); })
+      .def_prop_ro("rounds", &comm::StoreGroup::rounds, "How many this rank has come to.")
+      .def_prop_ro(
+          "is_silent", [](comm::StoreGroup& group) { return dynamic_cast<PyGroup&>(group).python_store().is_silent(); },
+          "The store did not answer the last time.")
+      .def("refuse", &comm::StoreGroup::refuse, "call"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Ends the next round for all, since this rank was interrupted in `call`.")
+      .def("compare_set", &compare_set, "key"_a, "expected"_a, "desired"_a, "timeout"_a,
+           "The store's own, of other keys.");
   m.def("solo", &solo, "A group of one rank, which never waits.");
-  m.def("group_all_gather", &all_gather, "group"_a, "mine"_a, "timeout"_a,
-        "Every rank's bytes, indexed by rank. Collective.");
   m.def("agree", &agree, "group"_a, "call"_a, "timeout"_a, "fn"_a, "behind"_a = 0.0,
         "Runs fn on every rank and returns what it returned, or raises on all ranks if it raised on any: its own error "
         "where it did, "

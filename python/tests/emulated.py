@@ -11,16 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from shardow.ranks import waiting
 from shardow.ranks.store_group import StoreGroup
-from shardow.ranks.store_values import Connection
-
-T = TypeVar("T")
 
 _STACK = 512 << 10  # bytes of a thread's
 
@@ -31,12 +27,14 @@ class CountedStore:
     def __init__(self, store: Any) -> None:
         self._store = store
         self.operations: Counter[str] = Counter()
+        self.before: Callable[..., None] = lambda *_: None  #: called with each operation before it is passed on
         self.sent = self.received = 0
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:
             if name == "set_timeout":  # of this end
                 return getattr(self._store, name)(*args)
+            self.before(name, *args)
             self.operations[name] += 1
             self.sent += _bytes_in(args)
             answer = getattr(self._store, name)(*args)
@@ -59,40 +57,48 @@ def _bytes_in(value: Any) -> int:
 
 
 class Emulated(StoreGroup):
-    """One rank. ``store``: a CountedStore. ``helped``: its waits are left to another thread, as those of a process
-    are."""
+    """One rank. ``store``: a connection to the one of all ranks. ``stores``: its own, which are counted."""
 
-    def __init__(self, rank: int, size: int, store: Any, name: str, helped: bool = True) -> None:
-        self._helped = helped
-        self._act_as(rank, list(range(size)), name)
-        self.moves_blocks = False
-        self._first = store
-        self.store = CountedStore(PrefixStore(self._prefix, store))
-        self._store = Connection(lambda: self.store)
+    def __init__(self, rank: int, size: int, store: Any, name: str) -> None:
+        self.prefix = f"shardow/{name}"
+        self.stores = stores = [CountedStore(PrefixStore(self.prefix, store))]
+        unused = list(stores)
 
-    def _on_connection(self, fn: Callable[[Connection], T], seconds: float) -> T:
-        if self._helped or self._store is None:
-            return super()._on_connection(fn, seconds)
-        return fn(self._store)
+        def connect() -> CountedStore:
+            if not unused:
+                stores.append(CountedStore(PrefixStore(f"shardow/{name}", store.clone())))
+            return unused.pop() if unused else stores[-1]
 
-    def _connected(self) -> Any:
-        """Another one, in place of one that was left."""
-        self.store = CountedStore(PrefixStore(self._prefix, self._first.clone()))
-        return self.store
+        super().__init__(rank, list(range(size)), connect)
+
+    @property
+    def operations(self) -> Counter[str]:
+        return sum((store.operations for store in self.stores), Counter())
+
+    @property
+    def moved(self) -> int:
+        """Bytes, both ways."""
+        return sum(store.sent + store.received for store in self.stores)
+
+    def settle(self) -> None:
+        """Waits until keys of the last round are erased, for which a round does not wait."""
+        self.try_compare_set("settled", "", "")
+
+    def forget(self) -> None:
+        self.settle()
+        for store in self.stores:
+            store.forget()
 
 
 @contextmanager
-def emulated(size: int, helped: bool = True) -> Iterator[list[Emulated]]:
-    """``helped``: each rank has a second thread for its waits. Of thousands, which would have processors of their own,
-    those threads take most of the time on a few."""
+def emulated(size: int) -> Iterator[list[Emulated]]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listener.getsockname()[1]
     uv = {"use_libuv": True}
     host = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), **uv
     )
-    idle, stack, interval = waiting._MOST_IDLE, threading.stack_size(_STACK), sys.getswitchinterval()
-    waiting._MOST_IDLE = size  # as many processes would have
+    stack, interval = threading.stack_size(_STACK), sys.getswitchinterval()
     # At the usual 5 ms thousands of waiting threads do nothing but look for the interpreter.
     sys.setswitchinterval(1.0)
     try:
@@ -100,11 +106,11 @@ def emulated(size: int, helped: bool = True) -> Iterator[list[Emulated]]:
             64
         ) as pool:  # a connection is a name to look up, which takes seconds where there is nobody to ask
             stores = list(pool.map(lambda _: host.clone(), range(size)))
-        yield [Emulated(rank, size, store, "emulated", helped) for rank, store in enumerate(stores)]
+        groups = [Emulated(rank, size, store, "emulated") for rank, store in enumerate(stores)]
+        yield groups
+        for group in groups:  # torch warns of a host that is gone
+            group.settle()
     finally:
-        waiting._MOST_IDLE = idle
-        while waiting._idle:
-            waiting._idle.pop().put(None)
         threading.stack_size(stack)
         sys.setswitchinterval(interval)
 

@@ -13,6 +13,7 @@
 #include "base/errors.h"
 #include "comm/memory_store.h"
 #include "comm/rounds.h"
+#include "comm/store_group.h"
 #include "comm/wire.h"
 #include "shardow/detail/store.h"
 
@@ -21,6 +22,7 @@ namespace {
 
 using base::fail;
 using comm::Rounds;
+using comm::StoreGroup;
 
 const char* op_name(Group::Op op) {
   switch (op) {
@@ -48,110 +50,113 @@ void copy_into(std::span<std::byte> bytes, std::string_view from) {
   if (!bytes.empty()) std::memcpy(bytes.data(), from.data(), bytes.size());  // an empty span may have no address
 }
 
-class StoreGroup final : public Group {
- public:
-  StoreGroup(std::unique_ptr<Store> store, int rank, int size)
-      : store_(std::move(store)),
-        rank_(rank),
-        size_(size),
-        keys_(fmt::format("shardow/{}/", store_->add(fmt::format("shardow/groups/{}", rank), 1))),
-        gone_(keys_ + "gone"),
-        all_({*store_, keys_ + "all/", gone_, numbers(size), static_cast<size_t>(rank)}) {}
+std::vector<int> numbers(int size) {
+  std::vector<int> ranks(static_cast<size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
 
-  ~StoreGroup() override {
+/// A group with a store for it alone, which may have the keys of several, one after the other. Moves blocks through it.
+class OwnStoreGroup final : public StoreGroup {
+ public:
+  OwnStoreGroup(std::unique_ptr<Store> store, const std::string& keys, int rank, int size)
+      : StoreGroup(std::move(store), {*store, keys + "all/", keys + "gone", numbers(size), static_cast<size_t>(rank)}),
+        keys_(keys) {}
+
+  ~OwnStoreGroup() override {
     try {
       comm::Sender out;
-      out.number(rank_);
-      store_->append(gone_, out.bytes());
+      out.number(rank());
+      store().append(keys_ + "gone", out.bytes());
     } catch (...) {  // so is the store
     }
   }
 
-  int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return size_; }
-
-  void begin(std::string_view call, std::chrono::milliseconds) override { call_ = fmt::format("{}: ", call); }
-
-  std::vector<std::string> all_gather(std::string_view own, Deadline deadline) override {
-    return all_.meet(next("all_gather()"), own, nullptr, deadline).words;
-  }
-
-  Answer decide(std::string_view own, const Decide& decide, Deadline deadline) override {
-    Rounds::Met met = all_.meet(next("decide()"), own, &decide, deadline);
-    return {std::move(met.common), std::move(met.own)};
-  }
-
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    const auto bytes = std::as_writable_bytes(values);
-    const Decide combine = [&](const std::vector<std::string>& words) {
-      std::vector<uint64_t> sum(values.size()), other(values.size());
-      copy_into(std::as_writable_bytes(std::span(sum)), words.front());
-      for (size_t rank = 1; rank < words.size(); ++rank) {
-        copy_into(std::as_writable_bytes(std::span(other)), words[rank]);
-        for (size_t i = 0; i < sum.size(); ++i) sum[i] = combined(sum[i], other[i], op);
-      }
-      return Decision{std::string(text_of(std::as_bytes(std::span(sum))))};
-    };
-    const std::string call = next(fmt::format("all_reduce({}, {} values)", op_name(op), values.size()));
-    copy_into(bytes, all_.meet(call, text_of(bytes), &combine, deadline).common);
-  }
-
-  void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
-    const std::string call = next(fmt::format("broadcast({} bytes from rank {})", bytes.size(), root));
-    const Rounds::Met met = all_.meet(call, rank_ == root ? text_of(bytes) : std::string_view(), nullptr, deadline);
-    // After the round: every rank learns of a wrong root, and none is left waiting.
-    if (root < 0 || root >= size_) fail(Code::kInvalidArgument, "{} in a group of {}", call, size_);
-    if (rank_ != root) copy_into(bytes, met.words[static_cast<size_t>(root)]);
-  }
-
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
-    pass(rank_, to, bytes.size(), text_of(bytes), deadline);
+    pass(rank(), to, bytes.size(), text_of(bytes), deadline);
   }
 
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
-    copy_into(bytes, pass(from, rank_, bytes.size(), {}, deadline).words.front());
+    copy_into(bytes, pass(from, rank(), bytes.size(), {}, deadline).words.front());
   }
 
  private:
-  static std::vector<int> numbers(int size) {
-    std::vector<int> ranks(static_cast<size_t>(size));
-    std::iota(ranks.begin(), ranks.end(), 0);
-    return ranks;
-  }
-
   /// A round of two ranks, which no other waits for.
   Rounds::Met pass(int from, int to, size_t bytes, std::string_view own, Deadline deadline) {
-    const int peer = rank_ == from ? to : from;
-    if (peer < 0 || peer >= size_ || peer == rank_)
-      fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank_, size_, peer);
+    const int peer = rank() == from ? to : from;
+    if (peer < 0 || peer >= size() || peer == rank())
+      fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank(), size(),
+           peer);
     const std::string keys = fmt::format("{}{}>{}/", keys_, from, to);
-    const comm::Meeting meeting{*store_, keys, gone_, {from, to}, rank_ == from ? 0u : 1u};
+    const comm::Meeting meeting{store(), keys, keys_ + "gone", {from, to}, rank() == from ? 0u : 1u};
     return pairs_.try_emplace(keys, meeting)
-        .first->second.meet(fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to), own, nullptr,
+        .first->second.meet({fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to)}, own, nullptr,
                             deadline);
   }
 
-  /// The round's name: what it does, and for which call.
-  std::string next(const std::string& operation) {
-    std::string name = call_ + operation;
-    constexpr std::string_view kLater = "a later step of ";
-    if (!call_.empty() && !call_.starts_with(kLater)) call_.insert(0, kLater);
-    return name;
-  }
-
-  const std::unique_ptr<Store> store_;
-  const int rank_, size_;
-  const std::string keys_, gone_;  // gone_: of the ranks that have left
-  Rounds all_;
+  const std::string keys_;
   std::map<std::string, Rounds> pairs_;  // by their keys
-  std::string call_;                     // under way, as messages name it before a round's operation
 };
 
 }  // namespace
 
+namespace comm {
+
+void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout) {
+  call_ = {std::string(call), std::chrono::duration<double>(timeout).count()};
+}
+
+std::vector<std::string> StoreGroup::all_gather(std::string_view own, Deadline deadline) {
+  return rounds_.meet(next("all_gather()"), own, nullptr, deadline).words;
+}
+
+Group::Answer StoreGroup::decide(std::string_view own, const Decide& decide, Deadline deadline) {
+  Rounds::Met met = rounds_.meet(next("decide()"), own, &decide, deadline);
+  return {std::move(met.common), std::move(met.own)};
+}
+
+void StoreGroup::all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) {
+  const auto bytes = std::as_writable_bytes(values);
+  const Call call = next(fmt::format("all_reduce({}, {} values)", op_name(op), values.size()));
+  const Decide combine = [&](const std::vector<std::string>& words) {
+    std::vector<uint64_t> sum(values.size()), other(values.size());
+    copy_into(std::as_writable_bytes(std::span(sum)), words.front());
+    for (size_t rank = 1; rank < words.size(); ++rank) {
+      copy_into(std::as_writable_bytes(std::span(other)), words[rank]);
+      for (size_t i = 0; i < sum.size(); ++i) sum[i] = combined(sum[i], other[i], op);
+    }
+    return Decision{std::string(text_of(std::as_bytes(std::span(sum))))};
+  };
+  copy_into(bytes, rounds_.meet(call, text_of(bytes), &combine, deadline).common);
+}
+
+void StoreGroup::broadcast(std::span<std::byte> bytes, int root, Deadline deadline) {
+  const Call call = next(fmt::format("broadcast({} bytes from rank {})", bytes.size(), root));
+  const Rounds::Met met = rounds_.meet(call, rank() == root ? text_of(bytes) : std::string_view(), nullptr, deadline);
+  // After the round: every rank learns of a wrong root, and none is left waiting.
+  if (root < 0 || root >= size()) fail(Code::kInvalidArgument, "{} in a group of {}", call.name, size());
+  if (rank() != root) copy_into(bytes, met.words[static_cast<size_t>(root)]);
+}
+
+void StoreGroup::refuse(const std::string& call) {
+  rounds_.refuse({call});
+}
+
+/// Its name: the call that was begun, and what it does where messages name the call.
+Call StoreGroup::next(const std::string& operation) {
+  Call call = call_;
+  if (names_call_) call.name = call_.name.empty() ? operation : fmt::format("{}: {}", call_.name, operation);
+  constexpr std::string_view kLater = "a later step of ";
+  if (!call_.name.empty() && !call_.name.starts_with(kLater)) call_.name.insert(0, kLater);
+  return call;
+}
+
+}  // namespace comm
+
 std::unique_ptr<Group> store_group(std::unique_ptr<Store> store, int rank, int size) {
   if (rank < 0 || rank >= size) fail(Code::kInvalidArgument, "a group of {} ranks has no rank {}", size, rank);
-  return std::make_unique<StoreGroup>(std::move(store), rank, size);
+  const std::string keys = fmt::format("shardow/{}/", store->add(fmt::format("shardow/groups/{}", rank), 1));
+  return std::make_unique<OwnStoreGroup>(std::move(store), keys, rank, size);
 }
 
 std::vector<std::unique_ptr<Group>> threads(int n) {

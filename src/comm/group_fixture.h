@@ -39,6 +39,9 @@ inline void expect_in_step(Group& group) {
   expect_check("rounds_do_not_mix", group);
 }
 
+/// How a message ends on calls that differ.
+inline constexpr const char* kSame = "; every rank must make the same collective calls in the same order";
+
 /// Calls that wait for rank 1.
 struct WaitingCall {
   const char* name;
@@ -81,7 +84,7 @@ inline void expect_misfits_refused(Group& group) {
   for (const auto& [call, message] : kMisfits) {
     const Caught got = caught([&] { call(group); });
     EXPECT_EQ(got.code, Code::kInvalidArgument);
-    EXPECT_EQ(got.message, message);
+    EXPECT_EQ(got.message, message + std::string(kSame));
     expect_in_step(group);
   }
 }

@@ -29,10 +29,14 @@ constexpr size_t kShort = 512;                  // bytes of words that all ranks
 constexpr size_t kLong = size_t{16} << 10;      // of words and answers: from here on under a key of their own
 constexpr size_t kMostBytes = size_t{4} << 20;  // of a value; c10d's TCPStore drops who sends 8 MiB
 constexpr int kLane = 31;                       // ranks, with two bits each
-constexpr milliseconds kFirstLook{50}, kLook{1000}, kLookEach{1};  // kLookEach: more for each rank
-constexpr milliseconds kGrace{400};  // the first rank that waited in vain has them to name the missing ranks
+constexpr milliseconds kFirstLook{50}, kLook{1000},
+    kLookEach{1};  // kLookEach: more for each rank. The first look is for ranks that say that they leave
+constexpr milliseconds kGrace{400};      // the first rank that waited in vain has them to name the missing ranks
+constexpr milliseconds kBeyond{800};     // and a twentieth: after the deadline, to learn who was missing
+constexpr milliseconds kLastWords{500};  // of a rank that was interrupted
 
-/// A verdict in the store: its length, what it is, more, and whatever the next round put behind it.
+/// A verdict in the store: its length, what it is, more, and whatever the next round put behind it. Nothing: it was
+/// good, and no rank had words.
 enum Kind : int64_t {
   kFailed,   // code, errno, message
   kWords,    // what the first rank put behind the last verdict: each rank reads all words
@@ -59,13 +63,33 @@ std::string body_of(const std::string& verdict) {
 }
 
 bool is_good(const std::string& body) {
-  return Receiver(body).number() != kFailed;
+  return body.empty() || Receiver(body).number() != kFailed;
+}
+
+std::string named(const std::vector<int>& ranks) {
+  constexpr size_t kMost = 32;
+  const std::vector<int> some(ranks.begin(), ranks.begin() + static_cast<int64_t>(std::min(ranks.size(), kMost)));
+  const std::string more = ranks.size() > kMost ? fmt::format(" and {} more", ranks.size() - kMost) : "";
+  return fmt::format("rank(s) [{}]{}", fmt::join(some, ", "), more);
+}
+
+Deadline beyond(Deadline deadline) {
+  const auto more = std::max(deadline - base::now(), {}) / 20 + kBeyond;
+  return deadline < Deadline::max() - more ? deadline + more : Deadline::max();
+}
+
+[[noreturn]] void throw_failure(const std::string& verdict) {
+  Receiver in(verdict);
+  in.number();
+  const auto code = static_cast<Code>(in.number());
+  const auto error = static_cast<int>(in.number());
+  throw Error(code, in.text(), error);
 }
 
 /// A rank's way through a round, as far as it has come.
 class Round {
  public:
-  Round(const Meeting& meeting, int64_t number, const std::string& call, std::string_view own)
+  Round(const Meeting& meeting, int64_t number, const Call& call, std::string_view own)
       : at_(meeting),
         store_(meeting.store),
         number_(number),
@@ -101,16 +125,19 @@ class Round {
   Rounds::Met end(const std::string& verdict, const std::vector<std::string>& old) {
     Rounds::Met met;
     Receiver in(verdict);
-    if (in.number() == kWords) {
+    const int64_t kind = in.done() ? kDecided : in.number();
+    if (kind == kWords) {
       common_ = in.text();
       if (words_.empty()) read_words(true);
       met.words = std::move(words_);
     } else {
+      met.words.assign(at_.ranks.size(), own_);
+    }
+    if (kind == kDecided && !in.done()) {
       const auto by = in.number();
       const bool has_each = in.number() != 0, is_apart = in.number() != 0;
       if (has_each) met.own = get(key("by/{}/for/{}", by, at_.index));
       met.common = is_apart ? get(key("by/{}", by)) : in.text();
-      met.words.assign(at_.ranks.size(), own_);
     }
     for (const std::string& erased : old) store_.erase(erased);
     if (place_ == 1) store_.erase(key("lane/{}", lane_));
@@ -119,6 +146,35 @@ class Round {
     if (lane_ == 0 && place_ == 3 && lanes_ > 1) store_.erase(key("lanes"));
     return met;
   }
+
+  /// Tells the others, where the store answers at once. Returns what a verdict gives this rank that was good all the
+  /// same.
+  std::optional<Rounds::Met> interrupted(const std::vector<std::string>& old) {
+    waited_ = fmt::format("{}: the ranks' store does not answer", call_.name);
+    try {
+      const std::string verdict = refuse();
+      std::optional<Rounds::Met> met;
+      if (is_good(verdict)) met = end(verdict, old);
+      std::vector<int> others = met ? std::vector<int>() : missing();
+      std::erase(others, at_.ranks[at_.index]);
+      waited_ = others.empty() ? call_.name : fmt::format("{}: waited for {}", call_.name, named(others));
+      verdict_ = framed(verdict);
+      return met;
+    } catch (const Error&) {  // it did not, or another signal came
+    } catch (const Interruption&) {
+    }
+    return std::nullopt;
+  }
+
+  /// Proposes that this rank was interrupted. Returns the verdict.
+  std::string refuse() {
+    store_.answer_by(base::after(kLastWords), 0);
+    const std::string what = fmt::format("rank {} was interrupted in {}", at_.ranks[at_.index], call_.name);
+    return body_of(propose(number_, failure(Code::kPeerFailed, what)));
+  }
+
+  const std::string& waited() const { return waited_; }                   ///< where it was interrupted: in what
+  const std::optional<std::string>& verdict() const { return verdict_; }  ///< and what it met, as the store has it
 
   /// Keys of this round that others may still read.
   std::vector<std::string> written() { return std::move(written_); }
@@ -137,7 +193,7 @@ class Round {
  private:
   /// (1): whether this rank's words go beside what all have.
   bool tell() {
-    text_ = numbers_and_text({}, call_) + own_;
+    text_ = numbers_and_text({}, call_.name) + own_;
     if (text_.size() <= kShort) {
       common_ = store_.compare_set(key_of(number_ - 1, "verdict"), before_, before_ + text_).substr(before_.size());
       if (*common_ == text_) return false;
@@ -165,12 +221,13 @@ class Round {
   /// (4): empty where the verdict does not come.
   std::string wait(Deadline deadline) {
     if (place_ > 1) return store_.get(key("verdict"), deadline).value_or("");
-    for (milliseconds look = kFirstLook;; look = std::min(2 * look, kLook + size_ * kLookEach)) {
-      const auto until = std::min(deadline, base::now() + look);
+    for (milliseconds look = at_.gone.empty() ? kLook : kFirstLook;;
+         look = std::min(2 * look, kLook + size_ * kLookEach)) {
+      const auto until = std::min(deadline, base::after(look));
       if (auto verdict = store_.get(key("verdict"), until)) return *verdict;
       if (until == deadline) return "";
       const std::vector<int> absent = missing();
-      if (absent.empty()) return store_.get(key("verdict"), std::min(deadline, base::now() + kGrace)).value_or("");
+      if (absent.empty()) return store_.get(key("verdict"), std::min(deadline, base::after(kGrace))).value_or("");
       if (const std::string gone = gone_of(absent); !gone.empty()) return propose(number_, gone);
     }
   }
@@ -179,15 +236,14 @@ class Round {
   std::string who_is_missing() {
     if (store_.add(key("asked"), 1) == 1) {
       written_.push_back(key("asked"));
-    } else if (auto verdict = store_.get(key("verdict"), base::now() + kGrace)) {
+    } else if (auto verdict = store_.get(key("verdict"), base::after(kGrace))) {
       return *verdict;
     }
     const std::vector<int> absent = missing();
     if (absent.empty()) return "";
     if (const std::string gone = gone_of(absent); !gone.empty()) return propose(number_, gone);
-    const std::string late =
-        fmt::format("{}: rank{} {} did not come before the deadline; every rank must make this call", call_,
-                    absent.size() == 1 ? "" : "s", fmt::join(absent, ", "));
+    const std::string when = call_.timeout > 0 ? fmt::format("within {:g} s", call_.timeout) : "before the deadline";
+    const std::string late = fmt::format("{}{} did not take part {}", prefix(), named(absent), when);
     return propose(number_, failure(Code::kTimeout, late));
   }
 
@@ -205,29 +261,30 @@ class Round {
 
   /// A verdict on a missing rank that has left; empty where none has.
   std::string gone_of(const std::vector<int>& missing) {
-    const std::string ranks = store_.check(at_.gone) ? value_of(at_.gone) : "";
+    const std::string ranks = !at_.gone.empty() && store_.check(at_.gone) ? value_of(at_.gone) : "";
     for (Receiver in(ranks); !in.done();) {
       const auto rank = static_cast<int>(in.number());
       if (std::find(missing.begin(), missing.end(), rank) != missing.end())
-        return failure(Code::kPeerFailed, fmt::format("{}: rank {} is gone", call_, rank));
+        return failure(Code::kPeerFailed, fmt::format("{}rank {} is gone", prefix(), rank));
     }
     return "";
   }
 
   /// (3)
   std::string summed_up(bool any_words, const Group::Decide* decide) {
-    std::string nothing = numbers_and_text({kDecided, 0, 0, 0}, "");
-    if (!any_words && (decide == nullptr || own_.empty())) return nothing;
+    if (!any_words && (decide == nullptr || own_.empty())) return "";
     read_words(any_words);
     written_.push_back(key("words"));
     for (size_t i = 1; i < calls_.size(); ++i) {
       if (calls_[i] == calls_[0]) continue;
-      return failure(Code::kInvalidArgument, fmt::format("rank {} calls {} where rank {} calls {}", at_.ranks[i],
-                                                         calls_[i], at_.ranks[0], calls_[0]));
+      return failure(Code::kInvalidArgument,
+                     fmt::format("rank {} calls {} where rank {} calls {}; every rank must make the same collective "
+                                 "calls in the same order",
+                                 at_.ranks[i], calls_[i], at_.ranks[0], calls_[0]));
     }
     if (decide == nullptr) return numbers_and_text({kWords}, common_.value_or(""));
     const bool all_empty = std::all_of(words_.begin(), words_.end(), [](const auto& words) { return words.empty(); });
-    return all_empty ? nothing : decided(*decide);
+    return all_empty ? "" : decided(*decide);
   }
 
   /// Writes what does not fit into a verdict before it, under keys that no other rank writes.
@@ -270,6 +327,8 @@ class Round {
     }
   }
 
+  std::string prefix() const { return at_.names_call ? call_.name + ": " : ""; }
+
   /// `body`, or the verdict that was verdict before.
   std::string propose(int64_t number, const std::string& body) {
     return store_.compare_set(key_of(number, "verdict"), "", framed(body));
@@ -309,43 +368,64 @@ class Round {
   const Meeting& at_;
   Store& store_;
   const int64_t number_;
-  const std::string call_, own_;
+  const Call call_;
+  const std::string own_;
   const int size_, lanes_, lane_, members_;  // members_: of this rank's lane
   std::string before_, text_;                // text_: of call and words
   std::optional<std::string> common_;        // what the first one put behind the last verdict
   std::vector<std::string> calls_, words_, written_;
+  std::string waited_;
+  std::optional<std::string> verdict_;
   int place_ = 0;  // among those of its lane, from 1 on; 0: it has not come
 };
 
 }  // namespace
 
-Rounds::Met Rounds::meet(const std::string& call, std::string_view own, const Group::Decide* decide,
-                         Deadline deadline) {
+Rounds::Met Rounds::meet(const Call& call, std::string_view own, const Group::Decide* decide, Deadline deadline) {
   if (meeting_.ranks.size() == 1) {
+    ++next_;
     Group::Decision made;
     if (decide != nullptr && !own.empty()) made = (*decide)({std::string(own)});
     return {std::move(made.common), made.each.empty() ? std::string() : std::move(made.each[0]), {std::string(own)}};
   }
   Round round(meeting_, next_++, call, own);
   const std::vector<std::string> old = std::exchange(old_, {});
+  const auto leave = [&](std::optional<std::string> verdict) {
+    before_ = std::move(verdict);
+    old_ = round.left();
+    old_.insert(old_.end(), old.begin(), old.end());
+  };
   try {
+    meeting_.store.answer_by(beyond(deadline), call.timeout);
     const std::string verdict = round.come(std::exchange(before_, std::nullopt), decide, deadline);
-    if (!is_good(verdict)) {
-      before_ = framed(verdict);
-      Receiver in(verdict);
-      in.number();
-      const auto code = static_cast<Code>(in.number());
-      const auto error = static_cast<int>(in.number());
-      throw Error(code, in.text(), error);
-    }
+    before_ = framed(verdict);
+    if (!is_good(verdict)) throw_failure(verdict);
+    before_ = std::nullopt;
     Met met = round.end(verdict, old);
     before_ = framed(verdict);
     old_ = round.written();
     return met;
+  } catch (Interruption& interruption) {
+    std::optional<Met> met = round.interrupted(old);
+    const bool goes_on = met && interruption.put_off();
+    leave(round.verdict());
+    if (goes_on) return std::move(*met);
+    if (met) refuse(call);
+    std::rethrow_exception(interruption.exception(round.waited()));
   } catch (...) {
-    old_ = round.left();
-    old_.insert(old_.end(), old.begin(), old.end());
+    leave(std::exchange(before_, std::nullopt));
     throw;
+  }
+}
+
+void Rounds::refuse(const Call& call) {
+  Round round(meeting_, next_++, call, "");
+  before_ = std::nullopt;
+  for (std::string& key : round.left()) old_.push_back(std::move(key));
+  try {
+    round.refuse();
+  } catch (const Error&) {  // the store has no answer: who waits there waits until the deadline
+  } catch (const Interruption&) {
   }
 }
 

@@ -18,7 +18,11 @@
 //      keys has a rank that erases it once a later round is good. A rank that comes late reads the verdict
 //
 // Where no rank has words that is at most four operations for each rank: compare_set, add, get or its part of the last
-// rank's, erase. shardow/ranks/rounds.py is the same for Python.
+// rank's, erase.
+//
+// A rank that is interrupted proposes that as the verdict. Where the others had all they need by then it goes on, if
+// what interrupted it can be put off, and ends the next round too where not, for those who would wait for it there. In
+// both cases it is in step then.
 #pragma once
 
 #include <optional>
@@ -34,9 +38,16 @@ namespace shardow::comm {
 /// Ranks that meet, and where; `index` is this rank's among them.
 struct Meeting {
   Store& store;
-  std::string keys, gone;  ///< what keys begin with, and the key of ranks that have left
+  std::string keys, gone;  ///< what keys begin with, and the key of ranks that have left; empty: none says so
   std::vector<int> ranks;  ///< by whose order words are; for messages
   size_t index;
+  bool names_call = true;  ///< in messages on who did not come
+};
+
+/// The call that a rank comes for: all must have the same name.
+struct Call {
+  std::string name;
+  double timeout = 0;  ///< seconds, as messages say it; 0: they do not
 };
 
 /// One rank's end of the rounds of a meeting.
@@ -51,7 +62,12 @@ class Rounds {
 
   /// The next round. `decide`, on one rank, of the words of all, unless they are empty. Throws on all ranks what it
   /// throws, kInvalidArgument where calls differ, kTimeout and kPeerFailed naming who did not come.
-  Met meet(const std::string& call, std::string_view own, const Group::Decide* decide, Deadline deadline);
+  Met meet(const Call& call, std::string_view own, const Group::Decide* decide, Deadline deadline);
+
+  /// Ends the next round, since this rank was interrupted in `call`: those who wait there learn of it.
+  void refuse(const Call& call);
+
+  int64_t count() const noexcept { return next_; }  ///< rounds to which this rank has come
 
  private:
   const Meeting meeting_;

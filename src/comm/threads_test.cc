@@ -14,6 +14,7 @@ using comm::Caught;
 using comm::expect_fine;
 using comm::far;
 using comm::Groups;
+using comm::kSame;
 using comm::near;
 using comm::on_every_rank;
 
@@ -55,8 +56,7 @@ TEST(Threads, EveryMissingRankIsNamedAtTheDeadline) {
     if (group->rank() != 1) given_up.wait();
     const Caught got = caught([&] { group->all_gather("", group->rank() == 1 ? near() : far()); });
     EXPECT_EQ(got.code, Code::kTimeout);
-    EXPECT_EQ(got.message,
-              "all_gather(): ranks 0, 2, 3 did not come before the deadline; every rank must make this call");
+    EXPECT_EQ(got.message, "all_gather(): rank(s) [0, 2, 3] did not take part before the deadline");
     if (group->rank() == 1) given_up.count_down();
   });
 }
@@ -120,8 +120,8 @@ TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
     for (const char* const later : {"", "a later step of "}) {
       const Caught got = caught([&] { agree(*group, far(), [] {}); });
       EXPECT_EQ(got.code, Code::kInvalidArgument);
-      EXPECT_EQ(got.message,
-                fmt::format("rank 1 calls {0}load(): decide() where rank 0 calls {0}save(): decide()", later));
+      EXPECT_EQ(got.message, fmt::format("rank 1 calls {0}load(): decide() where rank 0 calls {0}save(): decide(){1}",
+                                         later, kSame));
     }
     group->begin("save()", kTimeout);
     if (group->rank() == 2) {
@@ -131,7 +131,9 @@ TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
       agree(*group, far(), [] {});
     }
     const Caught got = caught([&] { agree(*group, far(), [] {}); });
-    EXPECT_EQ(got.message, "rank 2 calls save(): decide() where rank 0 calls a later step of save(): decide()");
+    EXPECT_EQ(
+        got.message,
+        fmt::format("rank 2 calls save(): decide() where rank 0 calls a later step of save(): decide(){}", kSame));
   });
 }
 
@@ -159,7 +161,7 @@ TEST(Threads, ASenderWithoutReceiverTimesOut) {
   Groups groups = threads(2);
   const Caught got = caught([&] { groups[0]->send({}, 1, near()); });
   EXPECT_EQ(got.code, Code::kTimeout);
-  EXPECT_NE(got.message.find("rank 1 did not come"), std::string::npos) << got.message;
+  EXPECT_NE(got.message.find("rank(s) [1] did not take part"), std::string::npos) << got.message;
   EXPECT_EQ(caught([&] { groups[1]->recv({}, 0, far()); }).code, Code::kTimeout)
       << "the late receiver gets the same verdict";
 }

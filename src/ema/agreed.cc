@@ -106,7 +106,7 @@ struct First {
   int64_t sum;
 };
 
-[[noreturn]] void refuse(const std::vector<std::string>& everybody) {
+Group::Decision refuse(const std::vector<std::string>& everybody) {
   std::map<std::pair<std::string, std::string>, First> first;
   for (size_t rank = 0; rank < everybody.size(); ++rank) {
     for (Receiver in(everybody[rank]); !in.done();) {
@@ -176,7 +176,13 @@ std::string agreed_state(Group& group, std::string_view call, const std::string&
   const std::string all = group.decide(out.bytes(), sum_up, deadline).common;
   Receiver in(all);
   state.counters.held_non_finite = in.number();
-  if (in.number() == 0) check_same(call, group.all_gather(mine, deadline));  // on every rank: not all digests are equal
+  if (in.number() == 0) {  // not all digests are equal
+    const auto compare = [&](const std::vector<std::string>& words) {
+      check_same(call, words);
+      return Group::Decision{};
+    };
+    group.decide(mine, compare, deadline);
+  }
   return average::to_json(state.options, state.counters);
 }
 
@@ -215,15 +221,19 @@ std::string Copies::summary() const {
 
 void check_copies(Group& group, const Copies& mine, Deadline deadline) {
   if (group.size() == 1) return;
-  std::map<int64_t, int64_t> sums;
-  bool same = true;
-  for (const std::string& one : group.all_gather(mine.summary(), deadline)) {
-    for (Receiver in(one); !in.done();) {
-      const int64_t key = in.number(), sum = in.number();
-      same = same && sums.try_emplace(key, sum).first->second == sum;
+  const auto compare = [](const std::vector<std::string>& summaries) {
+    std::map<int64_t, int64_t> sums;
+    bool same = true;
+    for (const std::string& summary : summaries) {
+      for (Receiver in(summary); !in.done();) {
+        const int64_t key = in.number(), sum = in.number();
+        same = same && sums.try_emplace(key, sum).first->second == sum;
+      }
     }
-  }
-  if (!same) refuse(group.all_gather(mine.all(), deadline));
+    return Group::Decision{same ? "" : "other values"};
+  };
+  if (group.decide(mine.summary(), compare, deadline).common.empty()) return;
+  group.decide(mine.all(), refuse, deadline);
 }
 
 }  // namespace ema

@@ -6,7 +6,9 @@ Its arguments are how the model is shared and a folder; ranks come from torchrun
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,32 @@ def use_every_verb(model: nn.Module, ema: shardow.EMA, optimizer: torch.optim.Op
     ema.reset()
 
 
+def come_late(model: nn.Module, ema: shardow.EMA, folder: str) -> None:
+    """Calls each verb; the last rank comes some seconds after the others."""
+    checkpoints = shardow.Checkpoints(f"{folder}/run")
+
+    def swap() -> None:
+        with ema.swapped(0.9):
+            pass
+
+    for verb in (
+        lambda: shardow.save(model, f"{folder}/model"),
+        lambda: shardow.async_save(model, f"{folder}/again").wait(),
+        lambda: shardow.load(model, f"{folder}/model"),
+        lambda: shardow.materialize(model, f"{folder}/model"),
+        lambda: shardow.merge([f"{folder}/model", f"{folder}/again"], f"{folder}/mean"),
+        lambda: shardow.full_state_dict(model),
+        lambda: ema.save(f"{folder}/averages"),
+        lambda: ema.load(f"{folder}/averages"),
+        swap,
+        lambda: checkpoints.save(1, model, ema),
+        lambda: checkpoints.restore(model, ema),
+    ):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(float(os.environ["LATE"]))
+        verb()
+
+
 def main(kind: str, folder: str) -> None:
     if kind != "plain":
         dist.init_process_group("gloo")
@@ -61,7 +89,10 @@ def main(kind: str, folder: str) -> None:
         optimizer.step()
     with ema.swapped(0.9):
         model(torch.randn(4, 1100))
-    use_every_verb(model, ema, optimizer, folder)
+    if "LATE" in os.environ:
+        come_late(model, ema, folder)
+    else:
+        use_every_verb(model, ema, optimizer, folder)
     if kind != "plain":
         # Torch's own threads abort some interpreters at exit while a sharded model is alive: docs/torch.md.
         del ema, model, optimizer

@@ -5,6 +5,7 @@ the version.
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardow
 from shardow.averages import replicas
-from shardow.ranks import gather, rounds, store_group, stream, team
+from shardow.ranks import gather, store_group, stream, team
 
 #: {name: (shape, the axis that ranks share)}: long runs, which each rank writes; short ones, which go through stripes;
 #: few bytes.
@@ -173,32 +174,54 @@ VERBS: dict[str, Callable[[str, float], Call]] = {
 }  # fmt: skip
 
 
+class _Watched:
+    """A connection to a store, which tells when a round begins."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if args and isinstance(args[0], str) and re.match(r"-?\d+/", args[0]):
+                begins = name == "compare_set" and args[1]  # the words behind the last round's verdict
+                number = int(args[0].split("/")[0]) + bool(begins)
+                if number > _Watched.last:
+                    _Watched.last = number
+                    _Watched.step()
+            return getattr(self._store, name)(*args)
+
+        return call
+
+    last = -1
+    step: Callable[[], None] = staticmethod(lambda: None)
+
+
+_connected = store_group.connected
+store_group.connected = lambda prefix: _Watched(_connected(prefix))
+
+
 @contextmanager
 def counted(at: int | None) -> Iterator[itertools.count[int]]:
     """Steps that this rank takes with others, rounds of the store and transfers: before number ``at`` the test is
     told."""
-    steps, come, begun = itertools.count(), rounds.Rounds.come, gather.begun
+    steps, begun = itertools.count(), gather.begun
     places: list[Any] = [store_group, gather, stream, team, replicas]
 
     def step() -> None:
         if next(steps) == at:
             tell("now")
 
-    def counted_come(*args: Any) -> None:
-        step()
-        come(*args)
-
     def counted_begun(*args: Any) -> Any:
         step()
         return begun(*args)
 
-    rounds.Rounds.come = counted_come  # type: ignore[method-assign]
+    _Watched.step = staticmethod(step)
     for place in places:
         place.begun = counted_begun
     try:
         yield steps
     finally:
-        rounds.Rounds.come = come  # type: ignore[method-assign]
+        _Watched.step = staticmethod(lambda: None)
         for place in places:
             place.begun = begun
 

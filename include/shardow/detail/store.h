@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +11,14 @@
 
 #pragma GCC visibility push(default)
 namespace shardow {
+
+/// Thrown by a Store in place of an answer: its caller was interrupted.
+class Interruption {
+ public:
+  virtual ~Interruption() = default;
+  virtual bool put_off() = 0;  ///< whether the caller may go on: what interrupted it comes again later
+  virtual std::exception_ptr exception(const std::string& waited) = 0;  ///< for the caller; `waited`: in what
+};
 
 /// Keys and values that all ranks reach: c10d's, etcd, this process's memory. One thread at a time; kPeerFailed where
 /// it is gone. Values are any bytes, up to 4 MiB each.
@@ -34,6 +43,9 @@ class Store {
   virtual void append(const std::string& key, const std::string& value);
 
   virtual void erase(const std::string& key) = 0;  ///< whether it is there or not
+
+  /// From now on kTimeout where the store has no answer by then. `asked`: seconds, as messages say it.
+  virtual void answer_by(Deadline /*limit*/, double /*asked*/) {}
 };
 
 /// The store starts empty, and is for this Group alone. The n-th Group that a rank makes of a store acts with the n-th

@@ -131,9 +131,13 @@ def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
             weight = weight.to(average.device).double()
             apart += float((average.double() - weight).square().sum())
             length += float(weight.square().sum())
-    sums = [struct.unpack("dd", facts) for facts in team.gather("distance()", struct.pack("dd", apart, length))]
-    total = math.fsum(square for _, square in sums)
-    return math.sqrt(math.fsum(square for square, _ in sums) / total) if total > 0 else 0.0
+
+    def ratio(texts: list[bytes]) -> bytes:
+        sums = [struct.unpack("dd", text) for text in texts]
+        apart, length = (math.fsum(squares) for squares in zip(*sums, strict=True))
+        return struct.pack("d", math.sqrt(apart / length) if length > 0 else 0.0)
+
+    return float(struct.unpack("d", team.decide("distance()", struct.pack("dd", apart, length), ratio))[0])
 
 
 def _owned(one: Tracked, team: Team) -> bool:

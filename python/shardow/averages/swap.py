@@ -129,8 +129,8 @@ class Swap(SwapMemory):
             return
         try:
             moves, exchange = self._meet_to_restore(strict)
-            shared = self._team.gather("restore()", b"%d" % self._average.swap_state.shared)
-            self._bring_back(moves, exchange if b"1" in shared else None, "restore()")
+            shared = self._team.decide("restore()", b"1" if self._average.swap_state.shared else b"", lambda _: b"1")
+            self._bring_back(moves, exchange if shared else None, "restore()")
         except (TimeoutError, ConnectionError) as missing:
             if not self.swapped or not isinstance(missing, errors.Error):
                 raise

@@ -107,11 +107,17 @@ def waited(event: threading.Event, seconds: float) -> bool:
         return event.wait(seconds)
     deadline = time.monotonic() + seconds
     while not event.wait(max(min(_LOOK, deadline - time.monotonic()), 0.0)):
-        for held in list(_holding):
-            held.deliver()
+        deliver()
         if time.monotonic() >= deadline:
             return False
     return True
+
+
+def deliver() -> None:
+    """Delivers signals that are held for waits; for a wait outside of Python, which calls it now and then."""
+    if _in_waits():
+        for held in list(_holding):
+            held.deliver()
 
 
 def put_off(error: BaseException) -> bool:

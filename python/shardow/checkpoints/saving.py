@@ -180,13 +180,18 @@ def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
 def _joined(step: int, mine: _Mine, averages: list[str], team: Team) -> tuple[Part, Tree]:
     """(3): (this rank's row of all random states, the trees of optimizers on rank 0)."""
     facts = _facts(step, mine, averages)
-    digests = _digest(facts) + _digest(mine.trees)
-    everybody = team.gather(WHAT, digests + struct.pack("<q", len(mine.random)))
-    if len({one[:32] for one in everybody}) > 1:
+
+    def compared(texts: list[bytes]) -> bytes:
+        words = [struct.unpack("<32s32sq", text) for text in texts]
+        facts, trees, lengths = map(set, zip(*words, strict=True))
+        return struct.pack("<??q", len(facts) > 1, len(trees) > 1, max(lengths))
+
+    own = struct.pack("<32s32sq", _digest(facts), _digest(mine.trees), len(mine.random))
+    facts_differ, trees_differ, length = struct.unpack("<??q", team.decide(WHAT, own, compared))
+    if facts_differ:
         team.same(WHAT, lambda: facts)
-    length = max(struct.unpack("<q", one[64:])[0] for one in everybody)
     trees = mine.trees
-    if len({one[32:64] for one in everybody}) > 1:
+    if trees_differ:
 
         def joined(everybody: list[bytes]) -> list[bytes]:
             return [json.dumps(_join(map(json.loads, everybody))).encode(), *[b""] * (team.size - 1)]

@@ -37,8 +37,11 @@ def claimed(
     if not dist.is_initialized() or team.size >= dist.get_world_size():
         return {}, progress
     tensors = sorted({(part.name, tuple(part.region.shape)) for part in parts})
-    digests = team.gather("save()", hashlib.sha256(json.dumps(tensors).encode()).digest())
-    digest = hashlib.sha256(b"".join(sorted(set(digests)))).hexdigest()
+
+    def joined(digests: list[bytes]) -> bytes:
+        return hashlib.sha256(b"".join(sorted(set(digests)))).hexdigest().encode()
+
+    digest = team.decide("save()", hashlib.sha256(json.dumps(tensors).encode()).digest(), joined).decode()
     group, place = team.process_group, os.path.realpath(path)
     ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     job: str | None = None
@@ -89,7 +92,7 @@ def _job(path: str, patience: float) -> str | None:
     if world not in _jobs:
         own = secrets.token_hex(8)
         try:
-            answer = store_group(world, _CHANNEL).ask(lambda store: store.compare_set("job", "", own), patience)
+            answer = store_group(world, _CHANNEL).try_compare_set("job", "", own, patience)
         except RuntimeError:  # a simulated job's store has no compare_set()
             return None
         if answer is None:
@@ -99,5 +102,5 @@ def _job(path: str, patience: float) -> str | None:
                 RuntimeWarning,
             )
             return None
-        _jobs[world] = bytes(answer).decode()
+        _jobs[world] = answer
     return _jobs[world]

@@ -22,7 +22,7 @@ from shardow.model import dtypes
 from shardow.model.extra_state import for_file
 from shardow.model.storage import engine_view
 from shardow.ranks.gather import Part
-from shardow.ranks.store_group import StoreGroup, store_group
+from shardow.ranks.store_group import store_group
 from shardow.ranks.team import Team, naming
 
 _UNITS = {"": 1, "B": 1} | {f"{unit}{b}": base**k for base, b in ((10**3, "B"), (2**10, "IB"))
@@ -100,8 +100,7 @@ def write_in_background(
     """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
     settle(team.process_group)
     group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
-    if isinstance(group, StoreGroup):
-        group.begin("async_save()", team.timeout)
+    group.begin("async_save()", team.timeout)
     save, _memory = _prepared(group, files, path, team, options)
     return start(team.process_group, save, paths.to_write(path), committed if team.rank == 0 else None)
 

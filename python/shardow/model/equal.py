@@ -68,13 +68,15 @@ def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Te
     if not team.agree_on(what, look, differ):
         return
     own_sums = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in zip(common, sums, strict=True)}
-    everybody = [json.loads(text) for text in team.gather(what, json.dumps(own_sums).encode())]
-    names = _differing(everybody)
-    first, (one, other) = next(iter(names.items()))
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    raise invalid(
-        f"{what}: '{first.partition(chr(0))[0]}'{more} has other values on rank {one} than on rank {other}; {way_out}"
-    )
+
+    def refuse(texts: list[bytes]) -> bytes:
+        names = _differing([json.loads(text) for text in texts])
+        first, (rank, other) = next(iter(names.items()))
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        name = first.partition("\0")[0]
+        raise invalid(f"{what}: '{name}'{more} has other values on rank {rank} than on rank {other}; {way_out}")
+
+    team.decide(what, json.dumps(own_sums).encode(), refuse)
 
 
 def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:

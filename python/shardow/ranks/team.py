@@ -14,11 +14,12 @@ import torch.distributed as dist
 from shardow import _core, errors
 from shardow.base.checks import instance, invalid
 from shardow.ranks.memory import empty
-from shardow.ranks.rounds import MISSING
-from shardow.ranks.store_group import ANSWER, StoreGroup, store_group
+from shardow.ranks.store_group import ANSWER, MISSING, StoreGroup, store_group
 from shardow.ranks.transfers import begun, broadcast, carrier, default_timeout, finish
 
 T = TypeVar("T")
+
+_NOTHING = "-"  # no note: where a key is not there, a store answers what it is compared with
 
 
 class Team:
@@ -86,27 +87,35 @@ class Team:
 
         agreed = self.agree_on(what, digest, highest)
         if not agreed:
-            texts = [json.loads(text) for text in self.gather(what, json.dumps(facts).encode())]
-            raise invalid(f"{what}: ranks disagree. {_difference(texts)}")
+
+            def refuse(texts: list[bytes]) -> bytes:
+                raise invalid(f"{what}: ranks disagree. {_difference([json.loads(text) for text in texts])}")
+
+            self.decide(what, json.dumps(facts).encode(), refuse)
         if joins and isinstance(self.group, StoreGroup):
             self.group.joined = int.from_bytes(agreed, "big")
             self._whose = f" of {joins} {self.group.joined}"
 
     def same_updates(self, what: str, updates: int) -> None:
         """Raises where averages of different ages would come together. Collective."""
-        counts = [int(count) for count in self.gather(what, b"%d" % updates)] if self.size > 1 else [updates]
-        if min(counts) != max(counts):
+
+        def compare(texts: list[bytes]) -> bytes:
+            counts = [int(count) for count in texts]
+            if min(counts) == max(counts):
+                return b""
             raise invalid(
                 f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others "
                 f"{max(counts)}; call update() on every rank after each step (not under `if rank == 0`), or load the "
                 "last state on all of them"
             )
 
+        self.decide(what, b"%d" % updates, compare)
+
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
         same error at once."""
         seconds = self.timeout if patience is None else min(patience, self.timeout)
-        return self.step(what, lambda: _core.group_all_gather(self.group, mine, seconds))
+        return self.step(what, lambda: self.group.all_gather(mine, seconds))
 
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
@@ -115,16 +124,15 @@ class Team:
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it
         raises is raised on all. Costs a rank the same however many there are."""
-        group = self.group
-        assert isinstance(group, StoreGroup)
-        return self.step(what, lambda: group.decide(mine, lambda everybody: (weigh(everybody), ()), self.timeout)[0])
+        return self.step(
+            what, lambda: self.group.decide(mine, lambda everybody: (weigh(everybody), ()), self.timeout)[0]
+        )
 
     def decide_each(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """decide(), where ``weigh()`` makes bytes for each rank: this rank's."""
-        group = self.group
-        if not isinstance(group, StoreGroup):
-            return weigh([mine])[0]
-        return self.step(what, lambda: group.decide(mine, lambda everybody: (b"", weigh(everybody)), self.timeout)[1])
+        return self.step(
+            what, lambda: self.group.decide(mine, lambda everybody: (b"", weigh(everybody)), self.timeout)[1]
+        )
 
     def broadcast(
         self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -144,8 +152,7 @@ class Team:
     def step(self, what: str, meet: Callable[[], T]) -> T:
         """``meet()``, in which the ranks meet, as a step of ``what``. Collective."""
         try:
-            if isinstance(self.group, StoreGroup):
-                self.group.begin(what + self._whose, self.timeout)
+            self.group.begin(what + self._whose, self.timeout)
             return meet()
         except TimeoutError as error:
             raise _told(what, error, True) from None
@@ -155,12 +162,12 @@ class Team:
         it there.
         """
         if isinstance(self.group, StoreGroup):
-            self.group.skip(what + self._whose)
+            self.group.refuse(what + self._whose)
 
     def note(self, key: str, text: str) -> None:
         """For ranks that come later; waits for nobody. The first one under a key stays."""
         if isinstance(self.group, StoreGroup):
-            self.group.ask(lambda store: store.compare_set(f"note/{key}", "", text), self._patience())
+            self.group.try_compare_set(f"note/{key}", "", text, self._patience())
 
     def _patience(self) -> float:
         """With a store that may stand still, for what is no part of a round."""
@@ -170,10 +177,8 @@ class Team:
         """What note() left, if anything; None where the store does not answer either."""
         if not isinstance(self.group, StoreGroup):
             return None
-        found = self.group.ask(
-            lambda store: store.get(f"note/{key}") if store.check([f"note/{key}"]) else None, self._patience()
-        )
-        return None if found is None else bytes(found).decode()
+        found = self.group.try_compare_set(f"note/{key}", _NOTHING, _NOTHING, self._patience())
+        return None if found == _NOTHING else found
 
 
 @contextlib.contextmanager

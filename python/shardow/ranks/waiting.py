@@ -62,12 +62,28 @@ def wait_for(fn: Callable[[], T], seconds: float) -> T:
     except BaseException as error:
         jobs.put(None)
         raise Left(error) from None
-    _idle.append(jobs) if in_time and len(_idle) < _MOST_IDLE else jobs.put(None)
     if not in_time:
+        jobs.put(None)
         raise Overdue
+    _done(jobs)
     if failures:
         raise failures.pop()  # an exception and its traceback would keep each other alive
     return answers[0]
+
+
+def on_a_thread(fn: Callable[[], None]) -> None:
+    """fn() on a thread of its own, for which nobody waits."""
+    jobs = _free()
+
+    def run() -> None:
+        fn()
+        _done(jobs)
+
+    jobs.put(run)
+
+
+def _done(jobs: _Jobs) -> None:
+    _idle.append(jobs) if len(_idle) < _MOST_IDLE else jobs.put(None)
 
 
 def _free() -> _Jobs:

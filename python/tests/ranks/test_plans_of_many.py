@@ -24,10 +24,10 @@ def rows(rank: int, size: int, tensors: int, data: int = 64) -> list[_core.Tenso
 def test_a_plan_of_many_tensors_is_told_in_kilobytes(tmp_path: Path) -> None:
     def plan(group: Emulated) -> None:
         group.begin("save()", 60.0)
-        group.store.forget()
+        group.forget()
         file = _core.SaveFile("", rows(group.rank, SIZE, TENSORS))
         _core.Save(group, [file], str(tmp_path / "a.safetensors"), timeout=60.0)
-        sent.append(group.store.sent)
+        sent.append(sum(store.sent for store in group.stores))
 
     sent: list[int] = []
     with emulated(SIZE) as groups:

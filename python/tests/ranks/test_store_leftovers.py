@@ -4,36 +4,20 @@ nothing."""
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from emulated import Emulated, emulated, on_all
 
 import shardow
 from shardow import _core
-from shardow.ranks import rounds
-from shardow.ranks.store_values import Connection
-from shardow.ranks.waiting import Left, Overdue
+from shardow.ranks.store_group import StoreGroup
 
 TIMEOUT = 60.0
-
-
-def leave(group: Emulated, why: BaseException, first: bool) -> None:
-    """In the round that follows: before it has begun, or when it is over and this rank does not know."""
-    take_turn = group._take_turn
-
-    def taken(*args: Any) -> None:
-        del group._take_turn
-        if not first:
-            take_turn(*args)
-        raise why
-
-    group._take_turn = taken  # type: ignore[method-assign]
 
 
 def refuse(_: list[bytes]) -> Any:
@@ -54,7 +38,7 @@ def odd_round(group: Emulated, kind: int, victim: bool) -> None:
     elif kind == 4:
         _core.agree(group, "other()" if victim else "call()", TIMEOUT, lambda: None)
     elif kind == 5 and victim:
-        group.skip("call()")
+        group.refuse("call()")
     elif kind == 6:
         time.sleep(0.3 if victim else 0.0)
         group.all_gather(b"%d" % group.rank, 0.05)
@@ -63,30 +47,24 @@ def odd_round(group: Emulated, kind: int, victim: bool) -> None:
     elif kind == 8:
         group.all_gather(b"%d" % group.rank * (5 << 20 if victim else 1), TIMEOUT)
     else:
-        if kind >= 9 and victim:
-            leave(group, Left(KeyboardInterrupt()) if kind < 11 else Overdue(), first=kind % 2 == 1)
-        group.all_gather(b"%d" % group.rank, 0.1 if kind == 11 else TIMEOUT)
+        group.all_gather(b"%d" % group.rank, TIMEOUT)
 
 
-def test_keys_stay_flat_over_a_thousand_rounds_of_which_many_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_LANE", 3)
+def test_keys_stay_flat_over_a_thousand_rounds_of_which_many_fail() -> None:
     size, keys = 8, []
 
     def play(group: Emulated) -> None:
         for number in range(1000):
             group.begin("call()", TIMEOUT)
             kind = number // 10 % 25 if number % 10 == 3 else 0  # each three or four times
-            if 0 < kind < 13:
+            if 0 < kind < 9:
                 victim = group.rank == number // 250 * 2
                 with contextlib.suppress(shardow.Error, KeyboardInterrupt):
                     odd_round(group, kind, victim)
-                if kind == 10 and not victim:  # who was interrupted when it was over ended the next one too
-                    with contextlib.suppress(shardow.Error):
-                        group.all_gather(b"", TIMEOUT)
             else:
                 assert group.all_gather(b"%d" % number, TIMEOUT) == [b"%d" % number] * size
             if number % 250 == 249 and group.rank == 5:
-                keys.append(group.store.num_keys())
+                keys.append(group.stores[0].num_keys())
 
     with emulated(size) as groups:
         answers, _ = on_all(groups, play)
@@ -98,14 +76,14 @@ def test_keys_stay_flat_over_a_thousand_rounds_of_which_many_fail(monkeypatch: p
 def test_what_has_left_a_round_asks_the_store_nothing_more_and_keeps_its_connection() -> None:
     with emulated(2) as groups:
         assert on_all(groups, lambda group: group.all_gather(b"", TIMEOUT))[0] == [[b""] * 2] * 2
-        stalled, go_on = groups[0].store, threading.Event()
-        compare_set: Callable[..., Any] = stalled.compare_set
+        groups[0].settle()
+        (stalled,), go_on = groups[0].stores, threading.Event()
 
-        def stand_still(*args: Any) -> Any:
+        def stand_still(name: str, *_: Any) -> None:
+            assert name == "compare_set"
             assert go_on.wait(TIMEOUT)
-            return compare_set(*args)
 
-        stalled.compare_set = stand_still
+        stalled.before = stand_still
         answers, _ = on_all(groups, lambda group: group.all_gather(b"%d" % group.rank, 0.1))
         assert "did not answer" in str(answers[0])
         assert "did not take part" in str(answers[1])
@@ -119,33 +97,38 @@ def test_what_has_left_a_round_asks_the_store_nothing_more_and_keeps_its_connect
         on_all(groups, lambda group: group.all_gather(b"", TIMEOUT))
         for _ in range(3):
             assert on_all(groups, go)[0] == [[b"later 0", b"later 1"]] * 2
-        assert groups[0].store is not stalled
+        assert groups[0].stores[1].operations
         assert dict(stalled.operations) == {"compare_set": 1}
 
 
 def test_an_interrupted_rank_waited_for_others_not_for_itself() -> None:
-    with emulated(3) as groups:
-        groups[1].begin("call()", TIMEOUT)
-        leave(groups[1], Left(KeyboardInterrupt()), first=True)
-        with pytest.raises(KeyboardInterrupt, match=r"waited for rank\(s\) \[0, 2\]"):
-            groups[1].all_gather(b"", TIMEOUT)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with emulated(3) as groups:
+            groups[1].begin("call()", TIMEOUT)
+            threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+            with pytest.raises(KeyboardInterrupt, match=r"waited for rank\(s\) \[0, 2\]"):
+                groups[1].all_gather(b"", TIMEOUT)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_store_that_was_silent_gets_half_a_second_for_the_next_question() -> None:
     go_on = threading.Event()
-    with emulated(1) as (group,):
-        group._store, group._connected = None, lambda: SimpleNamespace(check=lambda _: go_on.wait(TIMEOUT))  # type: ignore[method-assign]
-        for patience, most in ((0.1, 2.0), (10.0, 3.0)):
-            began = time.monotonic()
-            assert group.ask(lambda store: store.check(["key"]), patience) is None
-            assert time.monotonic() - began < most
-        go_on.set()
+    group = StoreGroup(0, [0], lambda: SimpleNamespace(set_timeout=lambda _: go_on.wait(TIMEOUT)))
+    for patience, most in ((0.1, 2.0), (10.0, 3.0)):
+        began = time.monotonic()
+        assert group.try_compare_set("key", "", "", patience) is None
+        assert time.monotonic() - began < most
+    go_on.set()
 
 
-def test_each_wait_of_a_connection_has_its_own_timeout() -> None:
-    store = dist.HashStore()
-    connection = Connection(lambda: store)
-    with pytest.raises(dist.DistStoreError):
-        connection.get("missing", 0.05)
-    threading.Timer(0.3, store.set, ("key", "value")).start()
-    assert connection.get("key", TIMEOUT) == b"value"
+def test_a_wait_that_ends_at_its_deadline_goes_on_where_the_next_one_begins() -> None:
+    """One connection waits; another one asks meanwhile."""
+    with emulated(2) as groups:
+        for group in groups:
+            group.begin("call()", 2.5)
+        late = {0: 0.0, 1: 1.5}.__getitem__
+        assert on_all(groups, lambda group: group.all_gather(b"", 2.5), late)[0] == [[b""] * 2] * 2
+        assert groups[0].operations["get"] == 1
+        assert [store.operations["get"] for store in groups[0].stores] == [1, 0]

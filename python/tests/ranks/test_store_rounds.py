@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from emulated import Emulated, emulated, on_all
 
 import shardow
 from shardow import _core
-from shardow.ranks.rounds import Rounds
-from shardow.ranks.store_values import MOST, put
 
 TIMEOUT = 60.0
 
@@ -31,15 +28,19 @@ def test_agree_costs_at_most_four_operations_and_few_bytes_at_any_number_of_rank
     with emulated(size) as groups:
         for _ in range(3):
             assert on_all(groups, agree)[0] == [None] * size
-        keys = groups[0].store.num_keys()
+        for group in groups:
+            group.settle()
+        keys = groups[0].stores[0].num_keys()
         for _ in range(3):
             for group in groups:
-                group.store.forget()
+                group.forget()
             assert on_all(groups, agree)[0] == [None] * size
             for group in groups:
-                assert sum(group.store.operations.values()) <= 4, dict(group.store.operations)
-                assert group.store.sent + group.store.received < 200
-        assert groups[0].store.num_keys() == keys, "rounds leave nothing behind"
+                assert group.operations.total() <= 4, dict(group.operations)
+                assert group.moved < 200
+        for group in groups:
+            group.settle()
+        assert groups[0].stores[0].num_keys() == keys, "rounds leave nothing behind"
 
 
 @pytest.mark.parametrize("size", [3, 33, 70])
@@ -47,7 +48,7 @@ def test_a_failure_is_everybodys_and_costs_the_others_no_more(size: int) -> None
     with emulated(size) as groups:
         bad = {size - 1, size // 2}
         for group in groups:
-            group.store.forget()
+            group.forget()
         answers, _ = on_all(
             groups, lambda group: agree(group, lambda: failing("no disk") if group.rank in bad else None)
         )
@@ -56,7 +57,7 @@ def test_a_failure_is_everybodys_and_costs_the_others_no_more(size: int) -> None
             assert isinstance(answer, OSError), answer
             assert "no disk" in str(answer)
             assert rank in bad or f"of {size} failed; rank {first}: IoError: no disk" in str(answer)
-        spent = sorted(sum(group.store.operations.values()) for group in groups)
+        spent = sorted(group.operations.total() for group in groups)
         assert all(one <= 5 for one in spent[:-1]), "but for one that reads what they say"
         assert on_all(groups, agree)[0] == [None] * size
 
@@ -138,19 +139,21 @@ def test_missing_ranks_are_named_cost_one_timeout_and_meet_the_verdict_when_they
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_who_dies_before_it_gives_the_verdict_is_replaced(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_dies_before_it_gives_the_verdict_is_replaced(alike: bool) -> None:
     """All have come, and nobody is missing: another one says what everybody's words come to."""
     died: list[int] = []
 
-    def sum_up(self: Rounds, *args: Any) -> None:
-        if not died:
-            died.append(self._rank)
-            raise SystemExit
-        told(self, *args)
+    def dies(rank: int) -> Callable[..., None]:
+        def before(name: str, *args: Any) -> None:
+            if name == "compare_set" and args[:2] == ("0/verdict", b"") and not died:
+                died.append(rank)
+                raise SystemExit
 
-    told = Rounds._sum_up
-    monkeypatch.setattr(Rounds, "_sum_up", sum_up)
+        return before
+
     with emulated(40) as groups:
+        for group in groups:
+            group.stores[0].before = dies(group.rank)
 
         def call(group: Emulated) -> bytes:
             return group.decide(b"alike" if alike else b"%d" % group.rank, lambda everybody: (everybody[7], ()), 1.0)[0]
@@ -164,7 +167,7 @@ def test_who_dies_before_it_gives_the_verdict_is_replaced(alike: bool, monkeypat
 def test_a_rank_that_left_a_round_finds_its_verdict_before_it_goes_on() -> None:
     with emulated(3) as groups:
         assert on_all(groups, agree)[0] == [None] * 3
-        groups[2].skip("call()")
+        groups[2].refuse("call()")
         begin = time.monotonic()
         others, _ = on_all(groups[:2], agree)
         assert all("rank 2 was interrupted in call()" in str(one) for one in others)
@@ -181,11 +184,3 @@ def test_what_is_made_of_words_may_fail_on_one_rank_and_then_does_on_all() -> No
         answers, _ = on_all(groups, lambda group: group.decide(b"x", refuse, TIMEOUT))
         assert all(isinstance(one, shardow.errors.CorruptError) and str(one) == "33 words" for one in answers)
         assert on_all(groups, agree)[0] == [None] * 33
-
-
-def test_key_of_a_long_value_that_others_wait_for_is_written_last() -> None:
-    store, written, keys = SimpleNamespace(), [], []
-    store.set = lambda key, value: written.append(key)
-    put(store, "key", bytes(2 * MOST + 1), keys)
-    assert sorted(written) == sorted(keys) == ["key", f"key/{MOST}", f"key/{2 * MOST}"]
-    assert written[-1] == "key"

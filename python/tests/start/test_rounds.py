@@ -20,15 +20,15 @@ def counted(path: str) -> dict[str, int]:
     rounds = {}
 
     def count(what: str, before: int) -> None:
-        rounds[what] = group._round - before
+        rounds[what] = group.rounds - before
 
-    before = group._round
+    before = group.rounds
     shardow.load(dict(model.state_dict()), path)
     count("a mapping", before)
-    before = group._round
+    before = group.rounds
     shardow.load(model, path)
     count("a module", before)
-    before = group._round
+    before = group.rounds
     shardow.load(model, path, progress=lambda done, total: None)
     count("with progress", before)
     return rounds

@@ -194,7 +194,7 @@ class EMA_FSDP:
         view, written = averages.together("copy_to()", ready)
         pairs = list(zip(written, averages.tracked, strict=True))
         alike = all(there.region == here.region for there, here in pairs)
-        if all(answer == b"1" for answer in averages.team.gather("copy_to()", b"%d" % alike)):
+        if not averages.team.decide("copy_to()", b"" if alike else b"1", lambda _: b"1"):
             torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
             for one in written:
                 one.scatter()

@@ -32,7 +32,7 @@ import benchmarks.engine  # noqa: F401
 
 # isort: split
 import ranks
-from emulated import CountedStore, emulated, on_all
+from emulated import CountedStore, Emulated, emulated, on_all
 
 import shardow
 from shardow import _core
@@ -51,15 +51,15 @@ def emulated_ranks(size: int) -> dict[str, Figures]:
     """Of the worst rank."""
     with emulated(size) as groups:
         on_all(groups, lambda group: _core.agree(group, "warm", TIMEOUT, lambda: None))
-        for group in groups:
-            group.forget()
+        on_all(groups, Emulated.forget)
         answers, seconds = on_all(groups, lambda group: _core.agree(group, "call()", TIMEOUT, lambda: None))
         operations = [group.operations.total() for group in groups]
         moved = {what: max(sum(getattr(store, what) for store in group.stores) for group in groups) for what in MOVED}
     if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
         raise failed[0]
-    figures = {"seconds": seconds, "operations": max(operations), "mean_operations": sum(operations) / size}
-    return {"agree": figures | moved}
+    return {
+        "agree": moved | {"seconds": seconds, "operations": max(operations), "mean_operations": sum(operations) / size}
+    }
 
 
 def on_rank(path: str) -> dict[str, Figures]:

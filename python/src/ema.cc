@@ -88,14 +88,30 @@ void bind_ema(nb::module_& m) {
       "{decay: file name} of the EMA with several decays that was saved there last; {} where there is none.");
   m.def("ema_files", &files_of, "average"_a, "state"_a,
         "[(name, metadata)] of the files of a saved EMA, one for each average.");
-  m.def(
-      "agreed_state",
-      [](Group& group, const std::string& call, const std::string& state, const ema::Facts& facts, double timeout) {
-        return ema::agreed_state(group, call, state, facts, in_seconds(timeout));
-      },
-      "group"_a, "call"_a, "state"_a, "facts"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(),
-      "A rank's state with what each rank counts for itself summed. `facts`: [(name, text)] that must be equal too. "
-      "Collective.");
+  nb::class_<ema::StateWords>(m, "StateWords",
+                              "One rank's part of a round in which ranks compare the states of their EMAs. `facts`: "
+                              "[(name, text)] that must be equal too.")
+      .def(nb::init<std::string_view, const std::string&, const ema::Facts&>(), "call"_a, "state"_a, "facts"_a)
+      .def_prop_ro(
+          "words", [](const ema::StateWords& own) { return to_bytes(own.words()); }, "For the round.")
+      .def(
+          "sum_up",
+          [](const ema::StateWords& own, const nb::list& everybody) {
+            std::vector<std::string> words;
+            for (nb::handle text : everybody) words.push_back(text_of(text));
+            return to_bytes(own.sum_up(words));
+          },
+          "everybody"_a, "Of all ranks' words, on one rank. Raises where ranks have made other updates.")
+      .def(
+          "state_of_all",
+          [](ema::StateWords& own, Group& group, const nb::bytes& sum, double timeout) {
+            const std::string text = text_of(sum);
+            const nb::gil_scoped_release release;
+            return own.state_of_all(group, text, in_seconds(timeout));
+          },
+          "group"_a, "sum"_a, "timeout"_a,
+          "A rank's state with what each rank counts for itself summed. Raises where ranks differ in options or facts. "
+          "Collective: a round where they do.");
   m.def(
       "taken_as",
       [](const Keys& saved, const Keys& own, OptionsFrom from, const std::filesystem::path& where) {

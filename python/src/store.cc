@@ -146,11 +146,10 @@ nb::object next_of(const Connection& connection) {
   return nb::steal(PyCFunction_New(&definition, self.ptr()));
 }
 
-/// An exception that a signal's handler raised.
+/// An exception that a signal's handler raised. It ends without the GIL; python_error takes that itself.
 class PyInterruption final : public Interruption {
  public:
-  PyInterruption(nb::python_error raised, nb::object put_off)
-      : raised_(std::move(raised)), put_off_(std::move(put_off)) {}
+  PyInterruption(nb::python_error raised, const nb::object& put_off) : raised_(std::move(raised)), put_off_(put_off) {}
 
   bool put_off() override {
     const nb::gil_scoped_acquire gil;
@@ -166,7 +165,7 @@ class PyInterruption final : public Interruption {
 
  private:
   nb::python_error raised_;
-  nb::object put_off_;
+  const nb::object& put_off_;  // the store's
 };
 
 class ThreadedStore final : public PyStore {

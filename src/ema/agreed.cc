@@ -147,43 +147,53 @@ void check_same(std::string_view call, const std::vector<std::string>& everybody
   }
 }
 
+StateWords::StateWords(std::string_view call, const std::string& own, const Facts& facts)
+    : call_(call), state_(average::state_from_json(own)) {
+  const int64_t held = std::exchange(state_.counters.held_non_finite, 0);
+  all_ = said(facts, average::to_json(state_.options, state_.counters));
+  Sender out;
+  out.number(state_.counters.updates);
+  out.number(held);
+  out.number(static_cast<int64_t>(comm::digest(all_)));
+  words_ = out.bytes();
+}
+
+std::string StateWords::sum_up(const std::vector<std::string>& everybody) const {
+  std::vector<int64_t> updates;
+  std::set<int64_t> digests;
+  int64_t held = 0;
+  for (const std::string& words : everybody) {
+    Receiver in(words);
+    updates.push_back(in.number());
+    held += in.number();
+    digests.insert(in.number());
+  }
+  check_updates(call_, updates);
+  Sender out;
+  out.number(held);
+  out.number(digests.size() == 1 ? 1 : 0);
+  return out.bytes();
+}
+
+std::string StateWords::state_of_all(Group& group, std::string_view sum, Deadline deadline) {
+  Receiver in(sum);
+  state_.counters.held_non_finite = in.number();
+  if (in.number() == 0) {  // not all digests are equal
+    const auto compare = [this](const std::vector<std::string>& words) {
+      check_same(call_, words);
+      return Group::Decision{};
+    };
+    group.decide(all_, compare, deadline);
+  }
+  return average::to_json(state_.options, state_.counters);
+}
+
 std::string agreed_state(Group& group, std::string_view call, const std::string& own, const Facts& facts,
                          Deadline deadline) {
   if (group.size() == 1) return own;
-  State state = average::state_from_json(own);
-  const int64_t held = std::exchange(state.counters.held_non_finite, 0);
-  const std::string mine = said(facts, average::to_json(state.options, state.counters));
-  Sender out;
-  out.number(state.counters.updates);
-  out.number(held);
-  out.number(static_cast<int64_t>(comm::digest(mine)));
-  const auto sum_up = [&](const std::vector<std::string>& everybody) {
-    std::vector<int64_t> updates;
-    std::set<int64_t> digests;
-    int64_t held_by_all = 0;
-    for (const std::string& one : everybody) {
-      Receiver in(one);
-      updates.push_back(in.number());
-      held_by_all += in.number();
-      digests.insert(in.number());
-    }
-    check_updates(call, updates);
-    Sender all;
-    all.number(held_by_all);
-    all.number(digests.size() == 1 ? 1 : 0);
-    return Group::Decision{all.bytes()};
-  };
-  const std::string all = group.decide(out.bytes(), sum_up, deadline).common;
-  Receiver in(all);
-  state.counters.held_non_finite = in.number();
-  if (in.number() == 0) {  // not all digests are equal
-    const auto compare = [&](const std::vector<std::string>& words) {
-      check_same(call, words);
-      return Group::Decision{};
-    };
-    group.decide(mine, compare, deadline);
-  }
-  return average::to_json(state.options, state.counters);
+  StateWords words(call, own, facts);
+  const auto sum_up = [&](const std::vector<std::string>& all) { return Group::Decision{words.sum_up(all)}; };
+  return words.state_of_all(group, group.decide(words.words(), sum_up, deadline).common, deadline);
 }
 
 std::string own_part(const std::string& state, int rank) {

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "average/counters.h"
 #include "shardow/checkpoint.h"
 #include "shardow/group.h"
 
@@ -20,6 +21,27 @@ std::string said(const Facts& facts, const std::string& state = {});
 
 /// Throws kInvalidArgument where ranks have said() other things, naming the first. The same on every rank.
 void check_same(std::string_view call, const std::vector<std::string>& everybody);
+
+/// One rank's part of a round in which ranks compare their states: words for it, their sum, and the state of all ranks.
+class StateWords {
+ public:
+  /// `own`: this rank's Average::state().
+  StateWords(std::string_view call, const std::string& own, const Facts& facts);
+
+  const std::string& words() const { return words_; }
+
+  /// On one rank, of all ranks' words. Throws kInvalidArgument where ranks have made other updates.
+  std::string sum_up(const std::vector<std::string>& everybody) const;
+
+  /// `sum`: sum_up()'s, on every rank. Throws kInvalidArgument on every rank where ranks differ in options or facts.
+  /// Collective: one more round, where they do.
+  std::string state_of_all(Group& group, std::string_view sum, Deadline deadline);
+
+ private:
+  const std::string call_;
+  average::State state_;
+  std::string all_, words_;
+};
 
 /// `own`, this rank's Average::state(), with what each rank counts for itself summed over the ranks. Throws
 /// kInvalidArgument on every rank where ranks have made other updates, or differ in options or facts. Collective.

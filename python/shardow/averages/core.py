@@ -102,13 +102,18 @@ class Averages:
         """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
         updates. ``asked()``: what the call was asked for, which must be equal on all ranks."""
 
-        def check() -> tuple[T, Facts]:
-            self._raise_non_finite()
-            return fn(), asked()
+        facts: dict[str, Any] = {}
+        states = _state.StateRound(what, self.team, lambda: self.engine.state(), facts)
+        results: list[T] = []
 
-        result, facts = self.team.agree(what, check)
-        self.agreed_state(what, facts)
-        return result
+        def check() -> bytes:
+            self._raise_non_finite()
+            results[:] = [fn()]
+            facts.update(asked())
+            return states.words()
+
+        self.in_force(states.state_of_all(self.team.agree_on(what, check, states.sum_up)))
+        return results[0]
 
     def asked(self, decay: object, **facts: Any) -> Asked:
         """That the average of ``decay`` is meant, and no other on any rank."""
@@ -135,14 +140,13 @@ class Averages:
             fn()
             return [common_of(one.local) for one in self.tracked_weights()] if self.splits else []
 
-        check_equal(
-            what, find, self.team, f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
-        )
-        self.agreed_state(what, facts)
+        way_out = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
+        states = _state.StateRound(what, self.team, lambda: self.engine.state(), facts)
+        self.in_force(states.state_of_all(check_equal(what, find, self.team, way_out, states)))
         return self.keys.index(facts["decay"])
 
-    def agreed_state(self, what: str, facts: Facts) -> str:
-        state = _state.agreed(what, self.engine.state(), self.team, facts)
+    def in_force(self, state: str) -> str:
+        """``state``, which ranks have compared."""
         self.unfrozen.look(everywhere=True)
         return state
 
@@ -165,8 +169,8 @@ class Averages:
             weights = set(self.view.parameters)
             return chain(common, (common_of(one) for one in others() if one in weights))
 
-        check_equal(what, find, self.team, DIFFERENT_WEIGHTS)
-        return self.agreed_state(what, facts)
+        states = _state.StateRound(what, self.team, lambda: self.engine.state(), facts)
+        return self.in_force(states.state_of_all(check_equal(what, find, self.team, DIFFERENT_WEIGHTS, states)))
 
     def tracked_weights(self) -> list[Tracked]:
         """Without buffers, of which each rank has its own: batch statistics."""

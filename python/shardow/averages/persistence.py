@@ -265,29 +265,27 @@ class Loading:
         return report
 
 
-def common_beside(averages: Averages, what: str, everybody: Team) -> list[Common | None]:
-    """Returns what ranks should have in common, for one comparison with all else that they save; nothing where the
-    averages have other ranks, which to_save_beside() asks. Raises where averages can't be handed out."""
-    if averages.team.group is not everybody.group:
-        return []
+def common_beside(averages: Averages, what: str) -> list[Common | None]:
+    """Returns what ranks should have in common, for one comparison with all else that they save. Raises where averages
+    can't be handed out."""
     return [common and replace(common, name=f"averages of {common.name}") for common in averages.handed_out(what)]
 
 
 def to_save_beside(
-    averages: Averages, what: str, metadata: Mapping[str, str], everybody: Team
+    averages: Averages, what: str, metadata: Mapping[str, str], everybody: Team, state: str | None
 ) -> dict[str, engine.FileParts]:
-    """Returns by key the files of averages in a directory that has others, after common_beside(); ``everybody``: who
-    saves that. Collective, over the averages' ranks too."""
-    compared = averages.team.group is everybody.group
-    state = averages.agreed_state(what, {}) if compared else averages.ready_to_hand_out(what)
+    """Returns by key the files of averages in a directory that has others; ``everybody``: who saves that. ``state``:
+    that of all ranks, which have compared it; None where averages have other ranks. Collective then."""
+    state = averages.ready_to_hand_out(what) if state is None else averages.in_force(state)
     files = _files(averages, state, metadata, named=True)
     if averages.team.size < everybody.size:  # each rank of its own: they must have the same
         rows = averages.tracked_weights()
-        check_equal(
+        states = _state.StateRound(what, everybody, averages.engine.state, {})
+        total = check_equal(
             what, lambda: [common_of(row.local, average) for row in rows for average in row.averages], everybody,
-            DIFFERENT_WEIGHTS,
+            DIFFERENT_WEIGHTS, states,
         )  # fmt: skip
-        _state.agreed(what, averages.engine.state(), everybody, {})
+        states.state_of_all(total)
     return dict(zip(averages.keys, files, strict=True))
 
 

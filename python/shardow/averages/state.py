@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,8 +174,30 @@ def copy_streamed(gatherer: gather.Gatherer, target: ModelView) -> None:
     target.reshard()
 
 
-def agreed(what: str, state: str, team: Team, facts: Mapping[str, Any]) -> str:
-    """``state``, a rank's own, with what each rank counts for itself summed over the ranks. Raises ValueError on every
-    rank where ranks have made other updates, or differ in options or ``facts``. Collective."""
-    told = [(name, repr(value)) for name, value in facts.items()]
-    return team.step(what, lambda: _core.agreed_state(team.group, what, state, told, team.timeout))
+class StateRound:
+    """A round in which ranks compare the states of their averages, beside what else it is for. ``state()``: this
+    rank's own. ``facts``: what must be equal on all ranks too; read after ``state()``."""
+
+    def __init__(self, what: str, team: Team, state: Callable[[], str], facts: Mapping[str, Any]) -> None:
+        self._what, self._team, self._state, self._facts = what, team, state, facts
+
+    def words(self) -> bytes:
+        self._own = self._state()
+        if self._team.size == 1:
+            return b""
+        facts = [(name, repr(value)) for name, value in self._facts.items()]
+        self._agreement = _core.StateWords(self._what, self._own, facts)
+        return self._agreement.words
+
+    def sum_up(self, everybody: list[bytes]) -> bytes:
+        """Raises ValueError where ranks have made other updates."""
+        return self._agreement.sum_up(everybody) if self._team.size > 1 else b""
+
+    def state_of_all(self, total: bytes) -> str:
+        """This rank's state with what each rank counts for itself summed over the ranks. Raises ValueError on every
+        rank where ranks differ in options or ``facts``. Collective."""
+        if self._team.size == 1:
+            return self._own
+        return self._team.step(
+            self._what, lambda: self._agreement.state_of_all(self._team.group, total, self._team.timeout)
+        )

@@ -1,8 +1,9 @@
 """What a save of a step writes, put together by all ranks:
 
-1. each rank looks at what it holds; of what several hold alike, checksums are compared
-2. the averages' own state is agreed on
-3. plain values must be equal; the trees of optimizers, of which each rank knows its parameters, are joined on rank 0
+1. each rank looks at what it holds. In one round, checksums are compared of what several hold alike, plain values, and
+   the averages' state
+2. averages that other ranks have are compared by those
+3. the trees of optimizers, of which each rank knows its parameters, are joined on rank 0
 4. the file engine writes all files and the manifest as one directory
 """
 
@@ -13,7 +14,7 @@ import json
 import secrets
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ import torch
 from torch import nn
 
 from shardow import _core
+from shardow.averages.core import Averages
 from shardow.averages.persistence import common_beside, to_save_beside
+from shardow.averages.state import StateRound
 from shardow.base import plain
 from shardow.base.checks import instance, invalid
 from shardow.checkpoints import generators, manifest
@@ -37,6 +40,7 @@ from shardow.ranks.team import Team
 
 WHAT = "Checkpoints.save()"
 _RANDOM = "random"
+_WORDS, _SUM = struct.Struct("<32s32sq"), struct.Struct("<??q")  # of a rank; of all
 #: Models and averages that a restore() began to fill and did not end: a mixture of two steps, until another one ends.
 half_restored: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -118,21 +122,27 @@ def files_to_save(
     """(files, texts) of a step. ``asked()``: what the call was given; may raise. Collective."""
     mine: list[tuple[Given, _Mine]] = []
 
+    words = _Words(step, mine, team)
+
     def look() -> list[Common | None]:  # (1)
         mine[:] = [(given := asked(), found := _look(given, state, team))]
         held = found.held.view.parameters if found.held is not None and found.held.view is not None else []
         weights = [one for one in map(common_of, held) if one is not None]
         once = {one.tensor.data_ptr() for one in weights}  # replicas' averages follow them, and are compared by them
-        averages = [] if given.averages is None else common_beside(given.averages._averages, WHAT, team)
-        more = [one for one in averages if one is not None and one.tensor.data_ptr() not in once]
+        averages = words.compared
+        common = [] if averages is None else common_beside(averages, WHAT)
+        more = [one for one in common if one is not None and one.tensor.data_ptr() not in once]
         return [*weights, *found.optimizer.common, *found.values.common, *more]
 
-    check_equal(WHAT, look, team, DIFFERENT_WEIGHTS)
+    length, trees, averages_state = words.agreed(check_equal(WHAT, look, team, DIFFERENT_WEIGHTS, words))
     given, found = mine[0]
     save = secrets.token_hex(8)
     metadata = {manifest.SAVE: save, manifest.STEP: str(step)}
-    averages = {} if given.averages is None else to_save_beside(given.averages._averages, WHAT, metadata, team)  # (2)
-    row, trees = _joined(step, found, list(averages), team)
+    averages = {}  # (2)
+    if given.averages is not None:
+        averages = to_save_beside(given.averages._averages, WHAT, metadata, team, averages_state)
+    row = torch.frombuffer(bytearray(found.random.ljust(length)), dtype=torch.uint8)
+    region = _core.Region.grid([team.size, length], [[(team.rank, team.rank + 1)], [(0, length)]])
     files = []
     if found.held is not None:
         extra = found.held.extra if team.rank == 0 else {}
@@ -140,7 +150,7 @@ def files_to_save(
     files += averages.values()
     if given.optimizer:
         files.append(FileParts(manifest.OPTIMIZER, found.optimizer.parts, metadata))
-    files.append(FileParts(manifest.STATE, [*found.values.parts, row], metadata))
+    files.append(FileParts(manifest.STATE, [*found.values.parts, Part(_RANDOM, row, region)], metadata))
     one = manifest.Manifest(
         step,
         save,
@@ -177,29 +187,47 @@ def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
     )
 
 
-def _joined(step: int, mine: _Mine, averages: list[str], team: Team) -> tuple[Part, Tree]:
-    """(3): (this rank's row of all random states, the trees of optimizers on rank 0)."""
-    facts = _facts(step, mine, averages)
+class _Words:
+    """What ranks compare beside values: facts, optimizers' trees, the length of random states, the averages' state.
+    ``mine``: what this rank was given and holds, once it has looked."""
 
-    def compared(texts: list[bytes]) -> bytes:
-        words = [struct.unpack("<32s32sq", text) for text in texts]
-        facts, trees, lengths = map(set, zip(*words, strict=True))
-        return struct.pack("<??q", len(facts) > 1, len(trees) > 1, max(lengths))
+    def __init__(self, step: int, mine: Sequence[tuple[Given, _Mine]], team: Team) -> None:
+        self._step, self._mine, self._team = step, mine, team
 
-    own = struct.pack("<32s32sq", _digest(facts), _digest(mine.trees), len(mine.random))
-    facts_differ, trees_differ, length = struct.unpack("<??q", team.decide(WHAT, own, compared))
-    if facts_differ:
-        team.same(WHAT, lambda: facts)
-    trees = mine.trees
-    if trees_differ:
+    @property
+    def compared(self) -> Averages | None:
+        """Averages that the same ranks have."""
+        ema = self._mine[0][0].averages
+        return ema._averages if ema is not None and ema._averages.team.group is self._team.group else None
 
-        def joined(everybody: list[bytes]) -> list[bytes]:
-            return [json.dumps(_join(map(json.loads, everybody))).encode(), *[b""] * (team.size - 1)]
+    def words(self) -> bytes:
+        (given, found), averages = self._mine[0], self.compared
+        self._facts = _facts(self._step, found, [] if given.averages is None else list(given.averages._averages.keys))
+        self._states = None if averages is None else StateRound(WHAT, self._team, averages.engine.state, {})
+        own = _WORDS.pack(_digest(self._facts), _digest(found.trees), len(found.random))
+        return own + (self._states.words() if self._states else b"")
 
-        trees = json.loads(team.decide_each(WHAT, json.dumps(mine.trees).encode(), joined) or b"{}")
-    row = torch.frombuffer(bytearray(mine.random.ljust(length)), dtype=torch.uint8)
-    region = _core.Region.grid([team.size, length], [[(team.rank, team.rank + 1)], [(0, length)]])
-    return Part(_RANDOM, row, region), trees
+    def sum_up(self, everybody: list[bytes]) -> bytes:
+        facts, trees, lengths = map(set, zip(*(_WORDS.unpack_from(text) for text in everybody), strict=True))
+        states = b""
+        if self._states and len(facts) == 1:
+            states = self._states.sum_up([text[_WORDS.size :] for text in everybody])
+        return _SUM.pack(len(facts) > 1, len(trees) > 1, max(lengths)) + states
+
+    def agreed(self, total: bytes) -> tuple[int, Tree, str | None]:
+        """(3): (length of random states, the trees of optimizers on rank 0, the state of the averages that the same
+        ranks have). Collective."""
+        team, trees = self._team, self._mine[0][1].trees
+        facts_differ, trees_differ, length = _SUM.unpack_from(total)
+        if facts_differ:
+            team.same(WHAT, lambda: self._facts)
+        if trees_differ:
+
+            def joined(everybody: list[bytes]) -> list[bytes]:
+                return [json.dumps(_join(map(json.loads, everybody))).encode(), *[b""] * (team.size - 1)]
+
+            trees = json.loads(team.decide_each(WHAT, json.dumps(trees).encode(), joined) or b"{}")
+        return length, trees, None if self._states is None else self._states.state_of_all(total[_SUM.size :])
 
 
 def _facts(step: int, mine: _Mine, averages: list[str]) -> dict[str, Any]:

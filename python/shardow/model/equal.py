@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,22 +52,45 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
     return Common(local.name, local.tensor if tensor is None else tensor, local.region, ranks)
 
 
-def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str) -> None:
+class Words(Protocol):
+    """What else ranks say in the same round."""
+
+    def words(self) -> bytes: ...
+
+    def sum_up(self, everybody: list[bytes]) -> bytes: ...
+
+
+def check_equal(
+    what: str,
+    find: Callable[[], Iterable[Common | None]],
+    team: Team,
+    way_out: str,
+    others: Words | None = None,
+) -> bytes:
     """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises.
-    Collective, one round; reads what it finds once, sends a number for each set of ranks."""
+    Returns what ``others`` come to, whose words are asked for after ``find()``. Collective, one round; reads what it
+    finds once, sends a number for each set of ranks."""
     common, sums = list[Common](), list[int]()
 
     def look() -> bytes:
         found = find()
         common[:] = [one for one in found if one is not None] if team.size > 1 else []
         sums[:] = checksums([one.tensor for one in common])
-        return json.dumps(_joined(common, sums)).encode() if common else b""
+        more = others.words() if others is not None else b""
+        own = json.dumps(_joined(common, sums)).encode() if common else b""
+        return len(own).to_bytes(8, "little") + own + more if own or more else b""
 
-    def differ(everybody: list[bytes]) -> bytes:
-        return b"!" if _differing([json.loads(text or b"{}") for text in everybody]) else b""
+    def compare(everybody: list[bytes]) -> bytes:
+        ends = [8 + int.from_bytes(text[:8], "little") for text in everybody]
+        copies = [json.loads(text[8:end] or b"{}") for text, end in zip(everybody, ends, strict=True)]
+        if _differing(copies):
+            return b"!"
+        more = [text[end:] for text, end in zip(everybody, ends, strict=True)]
+        return b"=" + others.sum_up(more) if others is not None else b""
 
-    if not team.agree_on(what, look, differ):
-        return
+    total = team.agree_on(what, look, compare)
+    if not total.startswith(b"!"):
+        return total[1:]
     own_sums = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in zip(common, sums, strict=True)}
 
     def refuse(texts: list[bytes]) -> bytes:
@@ -76,7 +100,7 @@ def check_equal(what: str, find: Callable[[], Iterable[Common | None]], team: Te
         name = first.partition("\0")[0]
         raise invalid(f"{what}: '{name}'{more} has other values on rank {rank} than on rank {other}; {way_out}")
 
-    team.decide(what, json.dumps(own_sums).encode(), refuse)
+    return team.decide(what, json.dumps(own_sums).encode(), refuse)
 
 
 def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:

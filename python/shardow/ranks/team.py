@@ -36,6 +36,11 @@ class Team:
         self.timeout = min(timeout if timeout is not None else default_timeout(process_group), 10.0 * 365 * 86400)
         self._whose = ""
 
+    @property
+    def rounds(self) -> int:
+        """In which this rank has met others; the same on every rank after each."""
+        return self.group.rounds if isinstance(self.group, StoreGroup) else 0
+
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
         """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout.
         The timeout begins when fn() is done. A rank whose fn() waited for others in vain waits no second time.

@@ -17,21 +17,21 @@ from benchmarks.paths import Counts, measured
 
 #: By verb and kind of sharding: rounds, calls of the store on both ranks together, files.
 RECORDED = {
-    "EMA(), fsdp2": Counts(2, 17, 31),
+    "EMA(), fsdp2": Counts(2, 15, 27),
     "update(), fsdp2": Counts(0, 0, 13),
-    "full_state_dict(), fsdp2": Counts(4, 38, 30),
-    "swapped(), in, fsdp2": Counts(3, 30, 22),
-    "swapped(), out, fsdp2": Counts(1, 11, 17),
-    "EMA.save(), fsdp2": Counts(9, 89, 25),
-    "EMA.load(), fsdp2": Counts(10, 101, 18),
-    "save(), fsdp2": Counts(9, 92, 31),
-    "load(), fsdp2": Counts(6, 66, 36),
-    "materialize(), fsdp2": Counts(6, 65, 36),
-    "merge(), fsdp2": Counts(15, 154, 17),
-    "Checkpoints.save().wait(), fsdp2": Counts(12, 127, 43),
-    "Checkpoints.restore(), fsdp2": Counts(26, 272, 43),
-    "swapped(), in, ddp": Counts(4, 38, 25),
-    "swapped(), out, ddp": Counts(2, 18, 20),
+    "full_state_dict(), fsdp2": Counts(3, 30, 27),
+    "swapped(), in, fsdp2": Counts(1, 8, 18),
+    "swapped(), out, fsdp2": Counts(1, 9, 14),
+    "EMA.save(), fsdp2": Counts(8, 80, 23),
+    "EMA.load(), fsdp2": Counts(10, 94, 13),
+    "save(), fsdp2": Counts(9, 91, 29),
+    "load(), fsdp2": Counts(6, 61, 32),
+    "materialize(), fsdp2": Counts(6, 61, 32),
+    "merge(), fsdp2": Counts(15, 143, 13),
+    "Checkpoints.save().wait(), fsdp2": Counts(10, 100, 41),
+    "Checkpoints.restore(), fsdp2": Counts(26, 267, 39),
+    "swapped(), in, ddp": Counts(2, 19, 22),
+    "swapped(), out, ddp": Counts(2, 18, 18),
 }
 ATTEMPTS = (
     5  # on a machine that is busy a rank asks the store more often whether the others have come: the least counts

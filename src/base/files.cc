@@ -1,12 +1,8 @@
 #include "base/files.h"
 
 #include <dirent.h>
-#include <fcntl.h>
 #include <linux/magic.h>
-#include <sys/file.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -55,58 +51,6 @@ struct stat stat_or_fail(int fd, const Path& path) {
 }
 
 }  // namespace
-
-int Syscalls::open(const char* path, int flags, mode_t mode) {
-  return ::open(path, flags, mode);
-}
-int Syscalls::openat(int directory, const char* name, int flags, mode_t mode) {
-  return ::openat(directory, name, flags, mode);
-}
-int Syscalls::close(int fd) {
-  return ::close(fd);
-}
-ssize_t Syscalls::pread(int fd, void* data, size_t bytes, off_t offset) {
-  return ::pread(fd, data, bytes, offset);
-}
-ssize_t Syscalls::pwrite(int fd, const void* data, size_t bytes, off_t offset) {
-  return ::pwrite(fd, data, bytes, offset);
-}
-int Syscalls::ftruncate(int fd, off_t length) {
-  return ::ftruncate(fd, length);
-}
-int Syscalls::fsync(int fd) {
-  return ::fsync(fd);
-}
-int Syscalls::sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags) {
-  return ::sync_file_range(fd, offset, bytes, flags);
-}
-int Syscalls::rename(const char* from, const char* to) {
-  return ::rename(from, to);
-}
-int Syscalls::mkdir(const char* path, mode_t mode) {
-  return ::mkdir(path, mode);
-}
-int Syscalls::link(const char* from, const char* to) {
-  return ::link(from, to);
-}
-int Syscalls::unlink(const char* path) {
-  return ::unlink(path);
-}
-int Syscalls::rmdir(const char* path) {
-  return ::rmdir(path);
-}
-int Syscalls::flock(int fd, int operation) {
-  return ::flock(fd, operation);
-}
-int Syscalls::statfs(const char* path, struct statfs* out) {
-  return ::statfs(path, out);
-}
-int Syscalls::stat(const char* path, struct stat* out) {
-  return ::stat(path, out);
-}
-int Syscalls::lstat(const char* path, struct stat* out) {
-  return ::lstat(path, out);
-}
 
 int Syscalls::list(const char* path, std::vector<std::string>* names) {
   const std::unique_ptr<DIR, int (*)(DIR*)> open(::opendir(path), &::closedir);

@@ -4,12 +4,16 @@
 // with the one that it was opened through.
 #pragma once
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/vfs.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <span>
 #include <string>
@@ -26,23 +30,29 @@ using Path = std::filesystem::path;
 class Syscalls {
  public:
   virtual ~Syscalls() = default;
-  virtual int open(const char* path, int flags, mode_t mode);
-  virtual int openat(int directory, const char* name, int flags, mode_t mode);
-  virtual int close(int fd);
-  virtual ssize_t pread(int fd, void* data, size_t bytes, off_t offset);
-  virtual ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset);
-  virtual int ftruncate(int fd, off_t length);
-  virtual int fsync(int fd);
-  virtual int sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags);
-  virtual int rename(const char* from, const char* to);
-  virtual int mkdir(const char* path, mode_t mode);
-  virtual int link(const char* from, const char* to);
-  virtual int unlink(const char* path);
-  virtual int rmdir(const char* path);
-  virtual int flock(int fd, int operation);
-  virtual int statfs(const char* path, struct statfs* out);
-  virtual int stat(const char* path, struct stat* out);
-  virtual int lstat(const char* path, struct stat* out);
+  virtual int open(const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }
+  virtual int openat(int directory, const char* name, int flags, mode_t mode) {
+    return ::openat(directory, name, flags, mode);
+  }
+  virtual int close(int fd) { return ::close(fd); }
+  virtual ssize_t pread(int fd, void* data, size_t bytes, off_t offset) { return ::pread(fd, data, bytes, offset); }
+  virtual ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) {
+    return ::pwrite(fd, data, bytes, offset);
+  }
+  virtual int ftruncate(int fd, off_t length) { return ::ftruncate(fd, length); }
+  virtual int fsync(int fd) { return ::fsync(fd); }
+  virtual int sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags) {
+    return ::sync_file_range(fd, offset, bytes, flags);
+  }
+  virtual int rename(const char* from, const char* to) { return ::rename(from, to); }
+  virtual int mkdir(const char* path, mode_t mode) { return ::mkdir(path, mode); }
+  virtual int link(const char* from, const char* to) { return ::link(from, to); }
+  virtual int unlink(const char* path) { return ::unlink(path); }
+  virtual int rmdir(const char* path) { return ::rmdir(path); }
+  virtual int flock(int fd, int operation) { return ::flock(fd, operation); }
+  virtual int statfs(const char* path, struct statfs* out) { return ::statfs(path, out); }
+  virtual int stat(const char* path, struct stat* out) { return ::stat(path, out); }
+  virtual int lstat(const char* path, struct stat* out) { return ::lstat(path, out); }
   virtual int list(const char* path, std::vector<std::string>* names);  ///< opendir and readdir, without "." and ".."
 
   /// Whether a call failed because it had not returned in time: it may be done later, and whoever sees this changes no

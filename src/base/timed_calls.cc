@@ -35,21 +35,9 @@ struct Descriptor {
   Descriptor& operator=(const Descriptor&) = delete;
 };
 
-/// As a system call does.
-ssize_t told(const Caller::Returned& returned) noexcept {
-  errno = returned.error;
-  return returned.result;
-}
-
-/// What fn() says; where there is no memory to ask, a failure.
-template <class Fn>
-ssize_t with_memory(const Fn& fn) noexcept {
-  try {
-    return fn();
-  } catch (const std::exception&) {
-    errno = ENOMEM;
-    return -1;
-  }
+/// Closes what was opened when nobody waited any more.
+void close_late(ssize_t fd) {
+  if (fd >= 0) ::close(static_cast<int>(fd));
 }
 
 struct Changes {
@@ -64,6 +52,11 @@ Changes& changes() {
 }
 
 }  // namespace
+
+ssize_t TimedCalls::told(const Returned& returned) noexcept {
+  errno = returned.error;
+  return returned.result;
+}
 
 TimedCalls::~TimedCalls() {
   const Lock lock(mutex_);
@@ -107,59 +100,45 @@ TimedCalls::Returned TimedCalls::make(Call call, Caller::Late late) {
 
 /// A call on a descriptor, whose number must not come to mean another file while the call may use it.
 ssize_t TimedCalls::on(int fd, Call call) {
-  return with_memory([&] {
-    {
-      const Lock lock(mutex_);
-      if (std::find(busy_.begin(), busy_.end(), fd) != busy_.end()) return told({-1, ETIMEDOUT});
-      busy_.reserve(busy_.size() + num_on_ + 1);
-      ++num_on_;
-    }
-    Returned returned{-1, ENOMEM};
-    try {
-      returned = make(std::move(call), [fd](ssize_t) { ::close(fd); });
-    } catch (const std::exception&) {  // said by `returned`
-    }
+  {
     const Lock lock(mutex_);
-    --num_on_;
-    if (returned.left) busy_.push_back(fd);
-    return told(returned);
-  });
+    if (std::find(busy_.begin(), busy_.end(), fd) != busy_.end()) return told({-1, ETIMEDOUT});
+    busy_.reserve(busy_.size() + num_on_ + 1);
+    ++num_on_;
+  }
+  Returned returned{-1, ENOMEM};
+  try {
+    returned = make(std::move(call), [fd](ssize_t) { ::close(fd); });
+  } catch (const std::exception&) {  // said by `returned`
+  }
+  const Lock lock(mutex_);
+  --num_on_;
+  if (returned.left) busy_.push_back(fd);
+  return told(returned);
 }
 
-ssize_t TimedCalls::changing(std::string first, std::string second, Call call) {
-  const auto change = std::make_shared<NameChange>(std::move(first), std::move(second));
-  const Returned returned = make([change, call = std::move(call)] { return call(); });
+ssize_t TimedCalls::changing(std::shared_ptr<NameChange> change, Call call, Caller::Late late) {
+  const Returned returned = make([change, call = std::move(call)] { return call(); }, std::move(late));
   if (returned.left) change->leave();
   return told(returned);
 }
 
 int TimedCalls::open(const char* path, int flags, mode_t mode) {
-  return static_cast<int>(with_memory([&] {
-    const bool changes = (flags & (O_CREAT | O_TRUNC)) != 0;
-    const auto change = changes ? std::make_shared<NameChange>(path) : nullptr;
-    const auto open = [path = std::string(path), flags, mode, change] {
-      return Syscalls().open(path.c_str(), flags, mode);
-    };
-    const Returned returned = make(open, [](ssize_t fd) {
-      if (fd >= 0) ::close(static_cast<int>(fd));
-    });
-    if (returned.left && change) change->leave();
-    return told(returned);
-  }));
+  return with_memory<int>([&] {
+    Call call = bound(&Syscalls::open, path, flags, mode);
+    if ((flags & (O_CREAT | O_TRUNC)) == 0) return told(make(std::move(call), close_late));
+    return changing(std::make_shared<NameChange>(path), std::move(call), close_late);
+  });
 }
 
 int TimedCalls::openat(int directory, const char* name, int flags, mode_t mode) {
-  return static_cast<int>(with_memory([&] {
+  return with_memory<int>([&] {
     const auto own = std::make_shared<Descriptor>();
     own->fd = ::fcntl(directory, F_DUPFD_CLOEXEC, 0);
     if (own->fd < 0) return told({-1, errno});
-    const auto open = [own, name = std::string(name), flags, mode] {
-      return Syscalls().openat(own->fd, name.c_str(), flags, mode);
-    };
-    return told(make(open, [](ssize_t fd) {
-      if (fd >= 0) ::close(static_cast<int>(fd));
-    }));
-  }));
+    Call call = bound(&Syscalls::openat, own->fd, name, flags, mode);
+    return told(make([own, call = std::move(call)] { return call(); }, close_late));
+  });
 }
 
 int TimedCalls::close(int fd) {
@@ -192,75 +171,6 @@ ssize_t TimedCalls::pread(int fd, void* data, size_t bytes, off_t offset) {
     if (done > 0) std::memcpy(data, found.get(), static_cast<size_t>(done));
     return done;
   });
-}
-ssize_t TimedCalls::pwrite(int fd, const void* data, size_t bytes, off_t offset) {
-  return with_memory([&] { return on(fd, [=] { return Syscalls().pwrite(fd, data, bytes, offset); }); });
-}
-int TimedCalls::ftruncate(int fd, off_t length) {
-  return static_cast<int>(with_memory([&] { return on(fd, [=] { return Syscalls().ftruncate(fd, length); }); }));
-}
-int TimedCalls::fsync(int fd) {
-  return static_cast<int>(with_memory([&] { return on(fd, [fd] { return Syscalls().fsync(fd); }); }));
-}
-int TimedCalls::flock(int fd, int operation) {
-  return static_cast<int>(with_memory([&] { return on(fd, [=] { return Syscalls().flock(fd, operation); }); }));
-}
-int TimedCalls::sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags) {
-  return static_cast<int>(
-      with_memory([&] { return on(fd, [=] { return Syscalls().sync_file_range(fd, offset, bytes, flags); }); }));
-}
-
-int TimedCalls::rename(const char* from, const char* to) {
-  return static_cast<int>(with_memory([&] {
-    return changing(from, to, [from = std::string(from), to = std::string(to)] {
-      return Syscalls().rename(from.c_str(), to.c_str());
-    });
-  }));
-}
-int TimedCalls::link(const char* from, const char* to) {
-  return static_cast<int>(with_memory([&] {
-    return changing(
-        to, {}, [from = std::string(from), to = std::string(to)] { return Syscalls().link(from.c_str(), to.c_str()); });
-  }));
-}
-int TimedCalls::mkdir(const char* path, mode_t mode) {
-  return static_cast<int>(with_memory([&] {
-    return changing(path, {}, [path = std::string(path), mode] { return Syscalls().mkdir(path.c_str(), mode); });
-  }));
-}
-int TimedCalls::unlink(const char* path) {
-  return static_cast<int>(with_memory(
-      [&] { return changing(path, {}, [path = std::string(path)] { return Syscalls().unlink(path.c_str()); }); }));
-}
-int TimedCalls::rmdir(const char* path) {
-  return static_cast<int>(with_memory(
-      [&] { return changing(path, {}, [path = std::string(path)] { return Syscalls().rmdir(path.c_str()); }); }));
-}
-
-template <class Out>
-int TimedCalls::asked(int (Syscalls::*call)(const char*, Out*), const char* path, Out* out) {
-  return static_cast<int>(with_memory([&] {
-    const auto found = std::make_shared<Out>();
-    const ssize_t result = told(make([call, path = std::string(path), found]() -> ssize_t {
-      Syscalls own;
-      return (own.*call)(path.c_str(), found.get());
-    }));
-    if (result == 0) *out = std::move(*found);
-    return result;
-  }));
-}
-
-int TimedCalls::list(const char* path, std::vector<std::string>* names) {
-  return asked(&Syscalls::list, path, names);
-}
-int TimedCalls::statfs(const char* path, struct statfs* out) {
-  return asked(&Syscalls::statfs, path, out);
-}
-int TimedCalls::stat(const char* path, struct stat* out) {
-  return asked(&Syscalls::stat, path, out);
-}
-int TimedCalls::lstat(const char* path, struct stat* out) {
-  return asked(&Syscalls::lstat, path, out);
 }
 
 std::shared_ptr<Caller> Caller::start() {

@@ -5,11 +5,16 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "base/files.h"
@@ -53,6 +58,51 @@ class Caller {
   bool left_ SHARDOW_GUARDED_BY(mutex_) = false;
 };
 
+/// A system call that changes what lies at these paths, for as long as it may. Made and destroyed on any thread.
+class NameChange {
+ public:
+  explicit NameChange(std::string first, std::string second = {});
+  ~NameChange();
+  NameChange(const NameChange&) = delete;
+  NameChange& operator=(const NameChange&) = delete;
+
+  void leave() noexcept;  ///< nobody waits for it any more
+
+ private:
+  friend bool may_still_change(const Path& path);
+  const std::string first_, second_;
+  bool left_ = false;
+};
+
+/// What fn() says; where there is no memory to ask, a failure.
+template <class Result = ssize_t, class Fn>
+Result with_memory(const Fn& fn) noexcept {
+  try {
+    return static_cast<Result>(fn());
+  } catch (const std::exception&) {
+    errno = ENOMEM;
+    return -1;
+  }
+}
+
+inline const char* lent(const std::string& text) {
+  return text.c_str();
+}
+template <class Arg>
+Arg lent(const Arg& arg) {
+  return arg;
+}
+
+/// Returns a call of the machine's own with these arguments. It owns its texts.
+template <class Result, class... Args>
+Caller::Call bound(Result (Syscalls::*call)(Args...), std::type_identity_t<Args>... args) {
+  using Owned = std::tuple<std::conditional_t<std::is_same_v<Args, const char*>, std::string, Args>...>;
+  return [call, owned = Owned(args...)]() -> ssize_t {
+    Syscalls machine;
+    return std::apply([&](const auto&... arg) { return (machine.*call)(lent(arg)...); }, owned);
+  };
+}
+
 /// The machine's own calls: one that has not returned after `patience` fails with ETIMEDOUT, and goes on where nobody
 /// looks. What it reads or looks up is its own by then; of the memory that it writes to a file, a draft, it may still
 /// read. Its descriptor is closed when it returns, and refused until then. A call that changes names may do so hours
@@ -71,34 +121,61 @@ class TimedCalls : public Syscalls {
   int openat(int directory, const char* name, int flags, mode_t mode) override;
   int close(int fd) override;
   ssize_t pread(int fd, void* data, size_t bytes, off_t offset) override;
-  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override;
-  int ftruncate(int fd, off_t length) override;
-  int fsync(int fd) override;
-  int flock(int fd, int operation) override;
-  int sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags) override;
-  int rename(const char* from, const char* to) override;
-  int mkdir(const char* path, mode_t mode) override;
-  int link(const char* from, const char* to) override;
-  int unlink(const char* path) override;
-  int rmdir(const char* path) override;
-  int list(const char* path, std::vector<std::string>* names) override;
-  int statfs(const char* path, struct statfs* out) override;
-  int stat(const char* path, struct stat* out) override;
-  int lstat(const char* path, struct stat* out) override;
+  ssize_t pwrite(int fd, const void* data, size_t bytes, off_t offset) override {
+    return on(&Syscalls::pwrite, fd, data, bytes, offset);
+  }
+  int ftruncate(int fd, off_t length) override { return on(&Syscalls::ftruncate, fd, length); }
+  int fsync(int fd) override { return on(&Syscalls::fsync, fd); }
+  int flock(int fd, int operation) override { return on(&Syscalls::flock, fd, operation); }
+  int sync_file_range(int fd, off_t offset, off_t bytes, unsigned flags) override {
+    return on(&Syscalls::sync_file_range, fd, offset, bytes, flags);
+  }
+  int rename(const char* from, const char* to) override { return changing(from, to, &Syscalls::rename, from, to); }
+  int mkdir(const char* path, mode_t mode) override { return changing(path, "", &Syscalls::mkdir, path, mode); }
+  int link(const char* from, const char* to) override { return changing(to, "", &Syscalls::link, from, to); }
+  int unlink(const char* path) override { return changing(path, "", &Syscalls::unlink, path); }
+  int rmdir(const char* path) override { return changing(path, "", &Syscalls::rmdir, path); }
+  int list(const char* path, std::vector<std::string>* names) override { return asked(&Syscalls::list, path, names); }
+  int statfs(const char* path, struct statfs* out) override { return asked(&Syscalls::statfs, path, out); }
+  int stat(const char* path, struct stat* out) override { return asked(&Syscalls::stat, path, out); }
+  int lstat(const char* path, struct stat* out) override { return asked(&Syscalls::lstat, path, out); }
 
  protected:
   using Call = Caller::Call;
 
-  /// A call on a descriptor.
+  /// A call on a descriptor. Throws std::bad_alloc.
   ssize_t on(int fd, Call call);
 
  private:
   using Returned = Caller::Returned;
 
-  Returned make(Call call, Caller::Late late = {});
-  ssize_t changing(std::string first, std::string second, Call call);  ///< a call that changes these names
+  template <class Result, class... Args>
+  Result on(Result (Syscalls::*call)(int, Args...), int fd, std::type_identity_t<Args>... args) {
+    return with_memory<Result>([&] { return on(fd, bound(call, fd, args...)); });
+  }
+
+  /// A call that changes these names.
+  template <class... Args>
+  int changing(const char* first, const char* second, int (Syscalls::*call)(Args...),
+               std::type_identity_t<Args>... args) {
+    return with_memory<int>(
+        [&] { return changing(std::make_shared<NameChange>(first, second), bound(call, args...)); });
+  }
+
+  /// A call whose answer is more than a number.
   template <class Out>
-  int asked(int (Syscalls::*call)(const char*, Out*), const char* path, Out* out);
+  int asked(int (Syscalls::*call)(const char*, Out*), const char* path, Out* out) {
+    return with_memory<int>([&] {
+      const auto found = std::make_shared<Out>();
+      const ssize_t result = told(make([found, ask = bound(call, path, found.get())] { return ask(); }));
+      if (result == 0) *out = std::move(*found);
+      return result;
+    });
+  }
+
+  static ssize_t told(const Returned& returned) noexcept;  ///< as a system call does
+  Returned make(Call call, Caller::Late late = {});
+  ssize_t changing(std::shared_ptr<NameChange> change, Call call, Caller::Late late = {});
   std::shared_ptr<Caller> free_caller();
 
   std::atomic<std::chrono::milliseconds> patience_;
@@ -109,22 +186,6 @@ class TimedCalls : public Syscalls {
   std::vector<std::shared_ptr<Caller>> free_ SHARDOW_GUARDED_BY(mutex_);
   std::vector<int> busy_
       SHARDOW_GUARDED_BY(mutex_);  ///< descriptors that a call has which nobody waits for any more: it closes them
-};
-
-/// A system call that changes what lies at these paths, for as long as it may. Made and destroyed on any thread.
-class NameChange {
- public:
-  explicit NameChange(std::string first, std::string second = {});
-  ~NameChange();
-  NameChange(const NameChange&) = delete;
-  NameChange& operator=(const NameChange&) = delete;
-
-  void leave() noexcept;  ///< nobody waits for it any more
-
- private:
-  friend bool may_still_change(const Path& path);
-  const std::string first_, second_;
-  bool left_ = false;
 };
 
 /// Whether a call of this process that was left has not returned yet, and may change what lies at `path`, or in it,

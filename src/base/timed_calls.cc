@@ -117,7 +117,7 @@ ssize_t TimedCalls::on(int fd, Call call) {
   return told(returned);
 }
 
-ssize_t TimedCalls::changing(std::shared_ptr<NameChange> change, Call call, Caller::Late late) {
+ssize_t TimedCalls::changing(const std::shared_ptr<NameChange>& change, Call call, Caller::Late late) {
   const Returned returned = make([change, call = std::move(call)] { return call(); }, std::move(late));
   if (returned.left) change->leave();
   return told(returned);

@@ -175,7 +175,7 @@ class TimedCalls : public Syscalls {
 
   static ssize_t told(const Returned& returned) noexcept;  ///< as a system call does
   Returned make(Call call, Caller::Late late = {});
-  ssize_t changing(std::shared_ptr<NameChange> change, Call call, Caller::Late late = {});
+  ssize_t changing(const std::shared_ptr<NameChange>& change, Call call, Caller::Late late = {});
   std::shared_ptr<Caller> free_caller();
 
   std::atomic<std::chrono::milliseconds> patience_;

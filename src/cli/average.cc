@@ -6,8 +6,6 @@
 #include "cli/lanes.h"
 #include "cli/output.h"
 #include "cli/sources.h"
-#include "cli/terminal.h"
-#include "cli/text.h"
 #include "merge/rules.h"
 
 namespace shardow::cli {
@@ -82,43 +80,29 @@ void print_report(const MergeReport& report, const Coefficients& coefficients, c
     print("  {} of integers or booleans {} of {}\n", counted(report.taken.size(), "tensor"),
           one ? "is that" : "are those", shown(report.newest));
   }
-  print("{}: {}, {}, {}\n", shown(output.path), counted(report.averaged.size() + report.taken.size(), "tensor"),
-        shown_bytes(report.bytes_written), counted(report.files.size(), "file"));
+  print_written(output, report.averaged.size() + report.taken.size(), report);
 }
 
 void print_json(const MergeReport& report, const Coefficients& coefficients) {
-  Json json;
-  json.begin_object().key("formula").text(coefficients.formula).key("sum").number(report.sum).key("index_error");
-  coefficients.index_error ? json.number(*coefficients.index_error) : json.null();
-  json.key("inputs").begin_list();
-  for (const MergeReport::Input& input : report.inputs) {
-    json.begin_object().key("name").text(input.name).key("coefficient").number(input.coefficient).key("step");
-    input.step ? json.number(*input.step) : json.null();
-    json.end_object();
-  }
-  json.end_list()
-      .key("newest")
-      .text(report.newest)
-      .key("averaged")
-      .number(static_cast<int64_t>(report.averaged.size()))
-      .key("taken")
-      .begin_list();
-  for (const std::string& name : report.taken) json.text(name);
-  json.end_list().key("bytes").number(report.bytes_written).key("files").begin_list();
-  for (const auto& file : report.files) json.text(file.string());
-  json.end_list().end_object();
-  put(json.document() + "\n");
+  const auto input = [](const MergeReport::Input& one) {
+    return Json::object({{"name", one.name}, {"coefficient", one.coefficient}, {"step", one.step}});
+  };
+  put_json(Json::object({{"formula", coefficients.formula},
+                         {"sum", report.sum},
+                         {"index_error", coefficients.index_error},
+                         {"inputs", Json::list(report.inputs, input)},
+                         {"newest", report.newest},
+                         {"averaged", report.averaged.size()},
+                         {"taken", report.taken},
+                         {"bytes", report.bytes_written},
+                         {"files", report.files}}));
 }
 
 int average(const AverageOptions& options) {
   std::vector<MergeInput> inputs = open_inputs(options);
   const Coefficients coefficients = weigh(inputs, rule_of(options));
-  MergeOptions merge_options;
-  merge_options.dtype = options.output.file_dtype();
-  merge_options.max_shard_size = options.output.shard_bytes();
+  MergeOptions merge_options = options.output.merge_options("average", options.threads);
   merge_options.formula = coefficients.formula;
-  merge_options.threads = options.threads;
-  merge_options.progress = watched("average");
   const MergeReport report = merge(*solo(), std::move(inputs), options.output.path, merge_options);
   merge_options.progress = {};  // its line goes away
   note_written(options.output.path);

@@ -9,8 +9,6 @@
 #include "cli/output.h"
 #include "cli/renames.h"
 #include "cli/sources.h"
-#include "cli/terminal.h"
-#include "cli/text.h"
 #include "file/crc.h"
 #include "file/model_texts.h"
 #include "file/producer.h"
@@ -78,25 +76,6 @@ class Parts {
   std::map<std::string, Sum> sums_ SHARDOW_GUARDED_BY(mutex_);
 };
 
-void tell(const SaveReport& report, size_t tensors, const OutputOptions& options) {
-  if (!options.json) {
-    print("{}: {}, {}, {}\n", shown(options.path), counted(tensors, "tensor"), shown_bytes(report.bytes_written),
-          counted(report.files.size(), "file"));
-    return;
-  }
-  Json json;
-  json.begin_object()
-      .key("tensors")
-      .number(static_cast<int64_t>(tensors))
-      .key("bytes")
-      .number(report.bytes_written)
-      .key("files")
-      .begin_list();
-  for (const auto& file : report.files) json.text(file.string());
-  json.end_list().end_object();
-  put(json.document() + "\n");
-}
-
 int convert(const ConvertOptions& options) {
   const Checkpoint checkpoint = open_one(options.input);
   const std::map<std::string, std::string> old_names = Renames(options.renames).apply(checkpoint.names());
@@ -118,7 +97,11 @@ int convert(const ConvertOptions& options) {
   const SaveReport report = producer.save(*solo(), views, options.output.path, save_options);
   save_options.progress = {};  // its line goes away
   note_written(options.output.path);
-  tell(report, views.size(), options.output);
+  if (options.output.json) {
+    put_json(Json::object({{"tensors", views.size()}, {"bytes", report.bytes_written}, {"files", report.files}}));
+  } else {
+    print_written(options.output, views.size(), report);
+  }
   return 0;
 }
 

@@ -66,47 +66,29 @@ void print_text(const Comparison& comparison, const DiffOptions& options) {
   }
 }
 
-void add_pair(Json& json, const Pair& pair) {
+Json as_json(const Pair& pair) {
   const Deviation& d = pair.deviation;
-  json.begin_object().key("name").text(pair.name).key("differs").boolean(pair.differs());
-  json.key("dtypes")
-      .begin_list()
-      .text(dtype_name(pair.a->entry.dtype))
-      .text(dtype_name(pair.b->entry.dtype))
-      .end_list();
-  json.key("shapes").begin_list().shape(pair.a->entry.shape).shape(pair.b->entry.shape).end_list();
-  json.key("values");
-  if (pair.read && has_values(pair.a->entry.dtype)) {
-    json.begin_object()
-        .key("numbers")
-        .number(d.elements)
-        .key("differing")
-        .number(d.differing)
-        .key("not_finite")
-        .number(d.not_finite);
-    json.key("max").number(d.most).key("rms").number(d.rms()).key("relative").number(d.relative()).end_object();
-  } else {
-    json.null();
-  }
-  json.end_object();
+  const file::Entry &a = pair.a->entry, &b = pair.b->entry;
+  Json values = nullptr;
+  if (pair.read && has_values(a.dtype))
+    values = Json::object({{"numbers", d.elements},
+                           {"differing", d.differing},
+                           {"not_finite", d.not_finite},
+                           {"max", d.most},
+                           {"rms", d.rms()},
+                           {"relative", d.relative()}});
+  return Json::object({{"name", pair.name},
+                       {"differs", pair.differs()},
+                       {"dtypes", std::vector{dtype_name(a.dtype), dtype_name(b.dtype)}},
+                       {"shapes", std::vector{a.shape, b.shape}},
+                       {"values", values}});
 }
 
-void print_json(const Comparison& comparison) {
-  const auto add_names = [](Json& json, const std::vector<std::string>& names) {
-    json.begin_list();
-    for (const std::string& name : names) json.text(name);
-    json.end_list();
-  };
-  Json json;
-  json.begin_object().key("equal").boolean(!comparison.differs());
-  json.key("only_a");
-  add_names(json, comparison.only_a);
-  json.key("only_b");
-  add_names(json, comparison.only_b);
-  json.key("tensors").begin_list();
-  for (const Pair& pair : comparison.pairs) add_pair(json, pair);
-  json.end_list().end_object();
-  put(json.document() + "\n");
+Json as_json(const Comparison& comparison) {
+  return Json::object({{"equal", !comparison.differs()},
+                       {"only_a", comparison.only_a},
+                       {"only_b", comparison.only_b},
+                       {"tensors", Json::list(comparison.pairs, [](const Pair& pair) { return as_json(pair); })}});
 }
 
 int diff(const DiffOptions& options) {
@@ -116,7 +98,7 @@ int diff(const DiffOptions& options) {
     ProgressLine line("diff");
     compare_values(comparison, options.threads, [&](int64_t done, int64_t total) { line.tell(done, total); });
   }
-  options.json ? print_json(comparison) : print_text(comparison, options);
+  options.json ? put_json(as_json(comparison)) : print_text(comparison, options);
   return comparison.differs() ? kDifferent : 0;
 }
 

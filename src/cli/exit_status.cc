@@ -35,19 +35,12 @@ const char* meaning(Code code) {
 
 std::vector<std::string> published;  // what is in its place, whatever else goes wrong
 
-std::string as_json(Code code, std::string_view message) {
-  Json out;
-  out.begin_object().key("error").begin_object();
-  out.key("code").text(base::code_name(code)).key("message").text(message).end_object().end_object();
-  return out.document() + "\n";
-}
-
 int report(Code code, std::string message, bool json) {
   if (!published.empty())
     message += fmt::format("; {} had been written by then, and is whole", fmt::join(published, ", "));
   complain(shown(message));
   if (json) {
-    put(as_json(code, message));
+    put_json(Json::object({{"error", Json::object({{"code", base::code_name(code)}, {"message", message}})}}));
     flush_output();
   }
   return base::exit_code(code);

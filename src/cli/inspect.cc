@@ -195,90 +195,71 @@ void print_text(const Source& source, const std::string& asked, const InspectOpt
   }
 }
 
-void add_values(Json& json, const Values& values, const std::string& name) {
+Json as_json(const Values& values, const std::string& name) {
   const auto entry = values.find(name);
-  json.key("values");
-  if (entry == values.end()) {
-    json.null();
-    return;
-  }
+  if (entry == values.end()) return nullptr;
   const Extremes& extremes = entry->second;
-  const bool finite = extremes.has_finite();
-  json.begin_object();
-  for (const auto& [key, number] : {std::pair("min", extremes.least), std::pair("max", extremes.most)}) {
-    json.key(key);
-    finite ? json.number(static_cast<double>(number)) : json.null();
-  }
-  json.key("nan").number(extremes.nan).key("infinite").number(extremes.infinite).end_object();
+  const auto finite = [&](long double number) -> Json {
+    if (!extremes.has_finite()) return nullptr;
+    return static_cast<double>(number);
+  };
+  return Json::object({{"min", finite(extremes.least)},
+                       {"max", finite(extremes.most)},
+                       {"nan", extremes.nan},
+                       {"infinite", extremes.infinite}});
 }
 
-void add_tensors(Json& json, const Checkpoint& checkpoint, bool with_values) {
+Json tensors_of(const Checkpoint& checkpoint, bool with_values) {
   const Values values = with_values ? values_of(checkpoint) : Values();
-  json.key("tensors").begin_list();
-  for (const std::string& name : checkpoint.names()) {
+  return Json::list(checkpoint.names(), [&](const std::string& name) {
     const StoredTensor tensor = checkpoint.tensor(name);
-    json.begin_object().key("name").text(name).key("dtype").text(dtype_name(tensor.dtype));
-    json.key("shape")
-        .shape(tensor.shape)
-        .key("bytes")
-        .number(tensor.bytes)
-        .key("file")
-        .number(static_cast<int64_t>(tensor.file));
-    json.key("crc32");
-    tensor.crc32 ? json.text(fmt::format("{:08x}", *tensor.crc32)) : json.null();
-    if (with_values) add_values(json, values, name);
-    json.end_object();
-  }
-  json.end_list();
+    Json::Fields fields{{"name", name},          {"dtype", dtype_name(tensor.dtype)},
+                        {"shape", tensor.shape}, {"bytes", tensor.bytes},
+                        {"file", tensor.file},   {"crc32", nullptr}};
+    if (tensor.crc32) fields.back().second = fmt::format("{:08x}", *tensor.crc32);
+    if (with_values) fields.emplace_back("values", as_json(values, name));
+    return Json::object(fields);
+  });
 }
 
-void add_state(Json& json, const Checkpoint& checkpoint) {
-  json.key("ema");
-  const auto state = state_in(checkpoint.metadata());
-  if (!state) {
-    json.null();
-    return;
-  }
-  json.begin_object()
-      .key("step")
-      .number(state->counters.step)
-      .key("updates")
-      .number(state->counters.updates)
-      .key("schedules")
-      .begin_list();
-  for (const Schedule& schedule : state->options.schedules) json.raw(schedule.to_json());
-  json.end_list().end_object();
+Json as_json(const average::State& state) {
+  const auto schedule = [](const Schedule& one) { return Json::raw(one.to_json()); };
+  return Json::object({{"step", state.counters.step},
+                       {"updates", state.counters.updates},
+                       {"schedules", Json::list(state.options.schedules, schedule)}});
 }
 
-void add_checkpoint(Json& json, const Source& source, const std::string& path, bool with_values) {
-  json.begin_object().key("path").text(path).key("name").text(source.label).key("written_by").text(writer_of(source));
-  json.key("files").begin_list();
-  for (const StoredFile& file : source.checkpoint.files()) json.text(file.path.string());
-  json.end_list().key("metadata").begin_object();
-  for (const auto& [key, value] : source.checkpoint.metadata()) json.key(key).text(value);
-  json.end_object();
-  add_state(json, source.checkpoint);
-  add_tensors(json, source.checkpoint, with_values);
-  json.end_object();
+Json as_json(const Source& source, const std::string& path, bool with_values) {
+  const auto& metadata = source.checkpoint.metadata();
+  const auto state = state_in(metadata);
+  const auto file = [](const StoredFile& one) { return Json(one.path); };
+  return Json::object({{"path", path},
+                       {"name", source.label},
+                       {"written_by", writer_of(source)},
+                       {"files", Json::list(source.checkpoint.files(), file)},
+                       {"metadata", Json::object(Json::Fields(metadata.begin(), metadata.end()))},
+                       {"ema", state ? as_json(*state) : nullptr},
+                       {"tensors", tensors_of(source.checkpoint, with_values)}});
 }
 
 int inspect(const InspectOptions& options) {
-  Json json;
-  json.begin_object();
-  if (options.paths.size() == 1) json.key("path").text(options.paths[0]);
-  json.key("checkpoints").begin_list();
+  std::vector<Json> checkpoints;
   const char* between = "";
   for (const std::string& path : options.paths) {
     for (const Source& source : open_sources(path)) {
       if (options.json) {
-        add_checkpoint(json, source, path, options.values);
+        checkpoints.push_back(as_json(source, path, options.values));
         continue;
       }
       put(std::exchange(between, "\n"));
       print_text(source, path, options);
     }
   }
-  if (options.json) put(json.end_list().end_object().document() + "\n");
+  if (!options.json) return 0;
+  Json::Fields fields;
+  if (options.paths.size() == 1) fields.emplace_back("path", options.paths[0]);
+  fields.emplace_back("checkpoints", checkpoints);
+  put_json(Json::object(fields));
   return 0;
 }
 

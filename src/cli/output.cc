@@ -16,7 +16,6 @@
 #include "base/errors.h"
 #include "base/files.h"
 #include "base/paths.h"
-#include "cli/terminal.h"
 #include "tensor/dtype.h"
 
 namespace shardow::cli {
@@ -123,6 +122,10 @@ int64_t OutputOptions::shard_bytes() const {
                "--max-shard-size goes with a directory, and {} is the name of one file; leave .safetensors out", path);
   }
   return bytes;
+}
+
+MergeOptions OutputOptions::merge_options(const std::string& verb, int threads) const {
+  return {.dtype = file_dtype(), .max_shard_size = shard_bytes(), .threads = threads, .progress = watched(verb)};
 }
 
 std::vector<CLI::Option*> add_output(CLI::App& verb, OutputOptions& options, bool required) {

@@ -5,8 +5,6 @@
 #include "base/paths.h"
 #include "cli/exit_status.h"
 #include "cli/output.h"
-#include "cli/terminal.h"
-#include "cli/text.h"
 #include "posthoc/snapshots.h"
 
 namespace shardow::cli {
@@ -46,20 +44,11 @@ int sweep(const PosthocOptions& options) {
     put("\n");
     return 0;
   }
-  Json json;
-  json.begin_object()
-      .key("step")
-      .number(found.step)
-      .key("snapshots")
-      .number(static_cast<int64_t>(found.snapshots))
-      .key("points")
-      .begin_list();
-  for (const posthoc::SweepPoint& point : found.points) {
-    json.begin_object().key("sigma_rel").number(point.sigma_rel).key("residual").number(point.residual);
-    json.key("rounding").number(point.rounding).end_object();
-  }
-  json.end_list().end_object();
-  put(json.document() + "\n");
+  const auto point = [](const posthoc::SweepPoint& one) {
+    return Json::object({{"sigma_rel", one.sigma_rel}, {"residual", one.residual}, {"rounding", one.rounding}});
+  };
+  put_json(Json::object(
+      {{"step", found.step}, {"snapshots", found.snapshots}, {"points", Json::list(found.points, point)}}));
   return 0;
 }
 
@@ -71,31 +60,23 @@ void print_plan(const posthoc::Plan& plan, const MergeReport& report, const Outp
     print("{}\n", shown(std::string_view(text).substr(begin, end - begin)));
   }
   if (output.path.empty()) return;
-  print("{}: {}, {}, {}\n", shown(output.path), counted(report.averaged.size() + report.taken.size(), "tensor"),
-        shown_bytes(report.bytes_written), counted(report.files.size(), "file"));
+  print_written(output, report.averaged.size() + report.taken.size(), report);
 }
 
 void print_json(const posthoc::Plan& plan, const MergeReport& report) {
-  Json json;
-  json.begin_object().key("target").raw(plan.target.to_json()).key("step").number(plan.step);
-  json.key("residual")
-      .number(plan.residual)
-      .key("variation")
-      .number(plan.variation)
-      .key("rounding")
-      .number(plan.rounding);
-  json.key("least").number(plan.least);
-  json.key("terms").begin_list();
-  for (const posthoc::Term& term : plan.terms) {
-    json.begin_object().key("path").text(term.path.string()).key("key").text(term.key).key("step").number(term.step);
-    json.key("coefficient").number(term.coefficient).end_object();
-  }
-  json.end_list().key("left_out").begin_list();
-  for (const std::string& name : plan.left_out) json.text(name);
-  json.end_list().key("bytes").number(report.bytes_written).key("files").begin_list();
-  for (const auto& file : report.files) json.text(file.string());
-  json.end_list().end_object();
-  put(json.document() + "\n");
+  const auto term = [](const posthoc::Term& one) {
+    return Json::object({{"path", one.path}, {"key", one.key}, {"step", one.step}, {"coefficient", one.coefficient}});
+  };
+  put_json(Json::object({{"target", Json::raw(plan.target.to_json())},
+                         {"step", plan.step},
+                         {"residual", plan.residual},
+                         {"variation", plan.variation},
+                         {"rounding", plan.rounding},
+                         {"least", plan.least},
+                         {"terms", Json::list(plan.terms, term)},
+                         {"left_out", plan.left_out},
+                         {"bytes", report.bytes_written},
+                         {"files", report.files}}));
 }
 
 int synthesize(const PosthocOptions& options) {
@@ -108,11 +89,7 @@ int synthesize(const PosthocOptions& options) {
     options.output.json ? print_json(plan, {}) : print_plan(plan, {}, options.output);
     return 0;
   }
-  MergeOptions merge_options;
-  merge_options.dtype = options.output.file_dtype();
-  merge_options.max_shard_size = options.output.shard_bytes();
-  merge_options.threads = options.threads;
-  merge_options.progress = watched("posthoc");
+  MergeOptions merge_options = options.output.merge_options("posthoc", options.threads);
   const MergeReport report = posthoc::synthesize(*solo(), plan, options.output.path, merge_options);
   merge_options.progress = {};  // its line goes away
   note_written(options.output.path);

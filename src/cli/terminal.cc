@@ -11,7 +11,6 @@
 #include <cstdlib>
 
 #include "base/files.h"
-#include "cli/text.h"
 
 namespace shardow::cli {
 namespace {
@@ -82,6 +81,10 @@ int write_all(int fd, std::string_view text) {
 void put(std::string_view text) {
   pending += text;
   if (pending.size() >= kPiece || is_terminal(STDOUT_FILENO)) flush_output();
+}
+
+void put_json(const Json& document) {
+  put(document.document() + "\n");
 }
 
 void flush_output() {

@@ -11,6 +11,8 @@
 #include <string_view>
 #include <utility>
 
+#include "cli/text.h"
+
 namespace shardow::cli {
 
 /// Thrown where a signal asks the program to end, so that drafts of files are removed on the way out; main() then dies
@@ -42,6 +44,8 @@ template <typename... Args>
 void print(fmt::format_string<Args...> format, Args&&... args) {
   put(fmt::format(format, std::forward<Args>(args)...));
 }
+
+void put_json(const Json& document);  ///< a line
 
 /// All of it. Throws ClosedPipe, or kIo and kOutOfSpace: a full disk behind standard output is an error too.
 void flush_output();

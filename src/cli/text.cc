@@ -50,63 +50,26 @@ std::string shown_shape(const Shape& shape) {
   return fmt::format("[{}]", fmt::join(shape, ", "));
 }
 
-void Json::next() {
-  if (!first_) out_ += ',';
-  first_ = false;
+Json::Json(std::string_view text) {
+  file::append_json_text(document_, text);
 }
 
-Json& Json::open(char bracket) {
-  next();
-  out_ += bracket;
-  first_ = true;
-  return *this;
+Json::Json(double number) : document_(std::isfinite(number) ? fmt::format("{}", number) : "null") {}
+
+Json Json::raw(std::string document) {
+  Json json(nullptr);
+  json.document_ = std::move(document);
+  return json;
 }
 
-Json& Json::close(char bracket) {
-  out_ += bracket;
-  first_ = false;
-  return *this;
-}
-
-Json& Json::key(std::string_view name) {
-  text(name);
-  out_ += ':';
-  first_ = true;
-  return *this;
-}
-
-Json& Json::text(std::string_view value) {
-  next();
-  file::append_json_text(out_, value);
-  return *this;
-}
-
-Json& Json::number(int64_t value) {
-  return raw(fmt::format("{}", value));
-}
-
-Json& Json::number(double value) {
-  return std::isfinite(value) ? raw(fmt::format("{}", value)) : null();
-}
-
-Json& Json::boolean(bool value) {
-  return raw(value ? "true" : "false");
-}
-
-Json& Json::null() {
-  return raw("null");
-}
-
-Json& Json::raw(std::string_view json) {
-  next();
-  out_ += json;
-  return *this;
-}
-
-Json& Json::shape(std::span<const int64_t> sizes) {
-  begin_list();
-  for (const int64_t size : sizes) number(size);
-  return end_list();
+Json Json::object(const Fields& fields) {
+  std::string all;
+  for (const auto& [name, value] : fields) {
+    if (!all.empty()) all += ',';
+    file::append_json_text(all, name);
+    all += ':' + value.document();
+  }
+  return raw("{" + all + "}");
 }
 
 }  // namespace shardow::cli

@@ -1,10 +1,16 @@
 // Text for people and for programs: names from files that nobody has checked, numbers with units, JSON.
 #pragma once
 
+#include <fmt/format.h>
+
+#include <concepts>
 #include <cstdint>
-#include <span>
+#include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "shardow/tensor_view.h"
 
@@ -23,32 +29,39 @@ std::string counted(Count count, std::string_view what) {
   return std::to_string(count) + " " + std::string(what) + (count == 1 ? "" : "s");
 }
 
-/// A JSON document as it is written, front to back. What is no UTF-8 becomes U+FFFD; numbers that are not finite become
-/// null.
+/// A JSON document, made of its values. What is no UTF-8 becomes U+FFFD; numbers that are not finite become null.
 class Json {
  public:
-  Json& begin_object() { return open('{'); }
-  Json& end_object() { return close('}'); }
-  Json& begin_list() { return open('['); }
-  Json& end_list() { return close(']'); }
-  Json& key(std::string_view name);
-  Json& text(std::string_view value);
-  Json& number(int64_t value);
-  Json& number(double value);  ///< the shortest that gives the same float64 again
-  Json& boolean(bool value);
-  Json& null();
-  Json& raw(std::string_view json);  ///< JSON as it stands
-  Json& shape(std::span<const int64_t> sizes);
+  using Fields = std::vector<std::pair<std::string_view, Json>>;
 
-  const std::string& document() const noexcept { return out_; }
+  Json(std::nullptr_t) : document_("null") {}
+  Json(std::string_view text);
+  Json(const char* text) : Json(std::string_view(text)) {}
+  Json(const std::string& text) : Json(std::string_view(text)) {}
+  Json(const std::filesystem::path& path) : Json(path.string()) {}
+  Json(double number);  ///< the shortest that gives the same float64 again
+  template <std::integral Number>
+  Json(Number number) : document_(fmt::format("{}", number)) {}  ///< also of bool
+  template <class Value>
+  Json(const std::optional<Value>& value) : Json(value ? Json(*value) : Json(nullptr)) {}
+  template <class Value>
+  Json(const std::vector<Value>& values) : Json(list(values, [](const Value& value) { return Json(value); })) {}
+
+  static Json raw(std::string document);  ///< JSON as it stands
+  static Json object(const Fields& fields);
+
+  /// A list of what `of` makes of each value.
+  template <class Values, class Of>
+  static Json list(const Values& values, const Of& of) {
+    std::string all;
+    for (const auto& value : values) (all += all.empty() ? "" : ",") += of(value).document();
+    return raw("[" + all + "]");
+  }
+
+  const std::string& document() const noexcept { return document_; }
 
  private:
-  Json& open(char bracket);
-  Json& close(char bracket);
-  void next();
-
-  std::string out_;
-  bool first_ = true;  ///< of its list or object, or behind a key: no comma
+  std::string document_;
 };
 
 }  // namespace shardow::cli

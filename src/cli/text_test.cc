@@ -28,25 +28,12 @@ TEST(Text, ShowsBytesInUnits) {
 }
 
 TEST(Json, IsADocument) {
-  Json json;
-  json.begin_object()
-      .key("a\"\n")
-      .text("\xff\xc3\xa9")
-      .key("list")
-      .begin_list()
-      .number(int64_t{-1})
-      .number(0.1)
-      .null()
-      .end_list();
-  json.key("none")
-      .begin_object()
-      .end_object()
-      .key("inf")
-      .number(std::numeric_limits<double>::infinity())
-      .key("yes")
-      .boolean(true)
-      .end_object();
-  EXPECT_EQ(json.document(),
+  EXPECT_EQ(Json::object({{"a\"\n", "\xff\xc3\xa9"},
+                          {"list", std::vector<Json>{-1, 0.1, nullptr}},
+                          {"none", Json::object({})},
+                          {"inf", std::numeric_limits<double>::infinity()},
+                          {"yes", true}})
+                .document(),
             "{\"a\\\"\\u000a\":\"\\udcff\xc3\xa9\",\"list\":[-1,0.1,null],\"none\":{},\"inf\":null,\"yes\":true}");
 }
 

@@ -97,40 +97,24 @@ void print_text(const std::vector<Asked>& all) {
 }
 
 void print_json(const std::vector<Asked>& all, bool sound) {
-  const auto add_problems = [](Json& json, const std::vector<std::string>& problems,
-                               const std::optional<Error>& trouble) {
-    json.key("problems").begin_list();
-    for (const std::string& problem : problems) json.text(problem);
-    json.end_list().key("error");
-    if (!trouble) {
-      json.null();
-      return;
-    }
-    json.begin_object()
-        .key("code")
-        .text(base::code_name(trouble->code()))
-        .key("message")
-        .text(trouble->what())
-        .end_object();
+  const auto error_of = [](const std::optional<Error>& trouble) {
+    return trouble ? Json::object({{"code", base::code_name(trouble->code())}, {"message", trouble->what()}}) : nullptr;
   };
-  Json json;
-  json.begin_object().key("ok").boolean(sound).key("paths").begin_list();
-  for (const Asked& asked : all) {
-    json.begin_object().key("path").text(asked.path.string());
-    add_problems(json, asked.problems, asked.trouble);
-    json.key("files").begin_list();
-    for (const FileCheck& file : asked.files) {
-      json.begin_object().key("path").text(file.path.string()).key("bytes").number(file.size);
-      json.key("tensors").number(
-          static_cast<int64_t>(file.checkpoint ? file::Inside::of(*file.checkpoint).tensors.size() : 0));
-      json.key("checksums").number(file.sums ? file.sums->known() : int64_t{0});
-      add_problems(json, file.problems, file.trouble);
-      json.end_object();
-    }
-    json.end_list().end_object();
-  }
-  json.end_list().end_object();
-  put(json.document() + "\n");
+  const auto file_of = [&](const FileCheck& file) {
+    return Json::object({{"path", file.path},
+                         {"bytes", file.size},
+                         {"tensors", file.checkpoint ? file::Inside::of(*file.checkpoint).tensors.size() : 0},
+                         {"checksums", file.sums ? file.sums->known() : 0},
+                         {"problems", file.problems},
+                         {"error", error_of(file.trouble)}});
+  };
+  const auto path_of = [&](const Asked& asked) {
+    return Json::object({{"path", asked.path},
+                         {"problems", asked.problems},
+                         {"error", error_of(asked.trouble)},
+                         {"files", Json::list(asked.files, file_of)}});
+  };
+  put_json(Json::object({{"ok", sound}, {"paths", Json::list(all, path_of)}}));
 }
 
 void check_all(std::vector<Asked>& all, const VerifyOptions& options) {

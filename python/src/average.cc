@@ -24,35 +24,6 @@ namespace {
 using average::Driver;
 using average::SwapState;
 
-TensorView make_view(std::string name, const std::string& dtype, const Region& region, uintptr_t data,
-                     const std::string& device, int index, uintptr_t stream) {
-  const Device::Kind kind = device == "cuda" ? Device::Kind::kCuda : Device::Kind::kCpu;
-  return {std::move(name),
-          dtype_from_name(dtype),
-          region,
-          reinterpret_cast<void*>(data),
-          {kind, index, reinterpret_cast<void*>(stream)}};
-}
-
-AverageOptions make_options(std::vector<Schedule> schedules, const std::string& dtype, Rule rule, Rounding rounding,
-                            NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed,
-                            int num_threads, bool overlap, bool keep_values, int64_t ring_bytes) {
-  AverageOptions options;
-  options.schedules = std::move(schedules);
-  options.dtype = dtype_from_name(dtype);
-  options.rule = rule;
-  options.rounding = rounding;
-  options.non_finite = non_finite;
-  options.update_every = update_every;
-  options.start_step = start_step;
-  options.seed = seed;
-  options.num_threads = num_threads;
-  options.overlap = overlap;
-  options.keep_values = keep_values;
-  options.ring_bytes = ring_bytes;
-  return options;
-}
-
 /// Other threads of Python go on while this one waits for an update in the background.
 template <typename Any>
 Any& waited(Any& average) {
@@ -111,7 +82,12 @@ void bind_average(nb::module_& m) {
           "__init__",
           [](TensorView* self, std::string name, const std::string& dtype, const Region& region, uintptr_t data,
              const std::string& device, int index, uintptr_t stream) {
-            new (self) TensorView(make_view(std::move(name), dtype, region, data, device, index, stream));
+            const Device::Kind kind = device == "cuda" ? Device::Kind::kCuda : Device::Kind::kCpu;
+            new (self) TensorView{std::move(name),
+                                  dtype_from_name(dtype),
+                                  region,
+                                  reinterpret_cast<void*>(data),
+                                  {kind, index, reinterpret_cast<void*>(stream)}};
           },
           "name"_a, "dtype"_a, "region"_a, "data"_a, "device"_a = "cpu", "index"_a = 0, "stream"_a = 0)
       .def_ro("name", &TensorView::name)
@@ -123,9 +99,19 @@ void bind_average(nb::module_& m) {
           [](AverageOptions* self, std::vector<Schedule> schedules, const std::string& dtype, Rule rule,
              Rounding rounding, NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed,
              int num_threads, bool overlap, bool keep_values, int64_t ring_bytes) {
-            new (self)
-                AverageOptions(make_options(std::move(schedules), dtype, rule, rounding, non_finite, update_every,
-                                            start_step, seed, num_threads, overlap, keep_values, ring_bytes));
+            AverageOptions& options = *new (self) AverageOptions;
+            options.schedules = std::move(schedules);
+            options.dtype = dtype_from_name(dtype);
+            options.rule = rule;
+            options.rounding = rounding;
+            options.non_finite = non_finite;
+            options.update_every = update_every;
+            options.start_step = start_step;
+            options.seed = seed;
+            options.num_threads = num_threads;
+            options.overlap = overlap;
+            options.keep_values = keep_values;
+            options.ring_bytes = ring_bytes;
           },
           nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a,
           "start_step"_a, "seed"_a, "num_threads"_a, "overlap"_a = false, "keep_values"_a = false,

@@ -23,8 +23,6 @@ void bind_engine(nanobind::module_& m) {
       "When everything of Python has ended, the process does so with an exit status that is not 0.");
   bind_errors(m);
   bind_region(m);
-  bind_placement(m);
-  bind_division(m);
   bind_group(m);
   bind_schedule(m);
   bind_posthoc(m);

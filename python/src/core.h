@@ -32,8 +32,6 @@ void bind_engine(nanobind::module_& m);  ///< all of them
 
 void bind_errors(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
-void bind_placement(nanobind::module_& m);
-void bind_division(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_posthoc(nanobind::module_& m);

@@ -136,12 +136,7 @@ void bind_file(nb::module_& m) {
   nb::class_<SaveFile>(
       m, "SaveFile",
       "One of the files that a save makes: its name (empty: named as Hugging Face does), tensors and metadata.")
-      .def(
-          "__init__",
-          [](SaveFile* self, std::string name, std::vector<TensorView> tensors, Strings metadata) {
-            new (self) SaveFile{std::move(name), std::move(tensors), std::move(metadata)};
-          },
-          "name"_a, "tensors"_a, "metadata"_a = Strings());
+      .def(nb::init<std::string, std::vector<TensorView>, Strings>(), "name"_a, "tensors"_a, "metadata"_a = Strings());
   nb::class_<Save>(
       m, "Save",
       "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")

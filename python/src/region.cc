@@ -6,7 +6,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "average/division.h"
 #include "core.h"
+#include "shardow/placement.h"
 #include "tensor/coverage.h"
 #include "tensor/messages.h"
 
@@ -48,6 +50,33 @@ nb::tuple tuple_of(const Shape& shape) {
 nb::bytes encoded(const Region& region) {
   const std::string s = region.encode();
   return nb::bytes(s.data(), s.size());
+}
+
+using Places = std::vector<std::pair<int, int>>;
+using Step = std::pair<size_t, std::vector<std::vector<std::tuple<size_t, int64_t, int64_t>>>>;
+
+std::vector<ReplicaLevel> levels_of(const Places& places) {
+  std::vector<ReplicaLevel> levels;
+  for (const auto& [index, count] : places) levels.push_back({index, count});
+  return levels;
+}
+
+std::pair<Region, int64_t> owned_part(const Region& region, const Places& levels) {
+  const auto [part, begin] = owned(region, levels_of(levels));
+  return {part, begin};
+}
+
+std::vector<Step> steps(const std::vector<std::tuple<Region, int64_t, int64_t>>& tensors, const Places& levels) {
+  std::vector<Divided> divided;
+  for (const auto& [region, itemsize, kind] : tensors) divided.push_back({region, itemsize, kind});
+  std::vector<Step> found;
+  for (const ExchangeStep& step : plan_exchange(divided, levels_of(levels))) {
+    auto& members = found.emplace_back(step.level, step.members.size()).second;
+    for (size_t member = 0; member < members.size(); ++member) {
+      for (const auto& [tensor, begin, end] : step.members[member]) members[member].emplace_back(tensor, begin, end);
+    }
+  }
+  return found;
 }
 
 }  // namespace
@@ -120,6 +149,32 @@ void bind_region(nb::module_& m) {
         if (!message) throw nb::stop_iteration();
         return std::move(*message);
       });
+  nb::class_<Placement>(m, "Placement", "What one dimension of a mesh of ranks does to a tensor.")
+      .def_static("replicate", &Placement::replicate)
+      .def_static("shard", &Placement::shard, "dim"_a, "split_factor"_a = 1,
+                  "`split_factor`: into how many parts later mesh dimensions cut `dim` before this one does.")
+      .def_static("partial", &Placement::partial);
+  m.def(
+      "region_of",
+      [](const std::string& name, const Shape& shape, const std::vector<std::pair<int64_t, int64_t>>& mesh,
+         const std::vector<Placement>& placements) {
+        std::vector<MeshDim> dims;
+        for (const auto& [size, coordinate] : mesh) dims.push_back({size, coordinate});
+        return region_of(name, shape, dims, placements);
+      },
+      "name"_a, "shape"_a, "mesh"_a, "placements"_a,
+      "What the rank at `mesh`, (size, coordinate) of each dimension, holds of a tensor. Raises NotImplementedError "
+      "for what no weight "
+      "has.");
+  m.def("owned", &owned_part, "region"_a, "levels"_a,
+        "(part, begin): what this rank owns of a region that replicas hold, from element `begin` of its local memory. "
+        "`levels`: (index, "
+        "count) of the nested groups that divide it, in order.");
+  m.def(
+      "plan_exchange", &steps, "tensors"_a, "levels"_a,
+      "[(level, [member's [(tensor, begin, end)]])]: collectives after which every replica has what every other owns, "
+      "as stretches of "
+      "local memory. `tensors`: (region, bytes of an element, kind), of which those of one kind may travel together.");
 }
 
 }  // namespace shardow::python

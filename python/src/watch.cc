@@ -1,5 +1,7 @@
 // Watch: are a model's modules and the memory of its parameters what they were? Asked before every update, for
 // thousands of parameters, so each costs nanoseconds.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,7 +10,6 @@
 #include <vector>
 
 #include "core.h"
-#include "torch_memory.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -16,23 +17,61 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-/// The marks of tensors, whatever they are.
+/// Where a tensor lies, with which dtype, sizes and strides, as one number: equal where all of them are, different
+/// otherwise, but for a chance of 2^-64.
+uint64_t mark_of(const nb::dlpack::dltensor& tensor) {
+  uint64_t mark = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+  const auto add = [&mark](uint64_t value) { mark = (mark ^ (mark >> 29) ^ value) * 0x9e3779b97f4a7c15; };
+  add(static_cast<uint64_t>(tensor.dtype.code) << 16 | tensor.dtype.bits);
+  for (int32_t i = 0; i < tensor.ndim; ++i) {
+    add(static_cast<uint64_t>(tensor.shape[i]));
+    if (tensor.strides != nullptr) add(static_cast<uint64_t>(tensor.strides[i]));
+  }
+  return mark;
+}
+
+/// The marks of tensors, whatever they are. Torch says where they lie through DLPack's exchange interface, which fills
+/// in a description without making any object.
 class Marks {
  public:
-  /// `data_ptr` tells of tensors that torch does not describe where they are, and no more.
+  /// `tensor`, `parameter`: torch's types, whose instances have memory of their own. `data_ptr` tells of tensors that
+  /// torch does not describe where they are, and no more.
   Marks(nb::type_object tensor, nb::type_object parameter)
-      : memory_(tensor, parameter), data_ptr_(tensor.attr("data_ptr")) {}
+      : tensor_(tensor), parameter_(parameter), data_ptr_(tensor.attr("data_ptr")) {
+    const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
+    if (capsule.is_none()) return;
+    const auto* found = static_cast<const DlpackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (found == nullptr) nb::raise_python_error();
+    if (found->major_version == 1) dlpack_ = found;
+  }
 
   uint64_t of(nb::handle tensor) const {
     nb::dlpack::dltensor found;
-    if (memory_.describe(tensor, found)) return mark_of(found);
+    if (describe(tensor, found)) return mark_of(found);
     const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(data_ptr_.ptr(), tensor.ptr(), nullptr));
     if (!address.is_valid()) nb::raise_python_error();
     return nb::cast<uint64_t>(address);
   }
 
  private:
-  TorchMemory memory_;
+  /// False where torch, or DLPack, does not know. The description borrows.
+  bool describe(nb::handle tensor, nb::dlpack::dltensor& found) const {
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
+    if (dlpack_ == nullptr || (type != tensor_.ptr() && type != parameter_.ptr())) return false;
+    if (dlpack_->describe(tensor.ptr(), &found) == 0) return true;
+    PyErr_Clear();
+    return false;
+  }
+
+  /// Of DLPack's C exchange interface, version 1, what is used here.
+  struct DlpackApi {
+    uint32_t major_version, minor_version;
+    void *previous, *allocate, *from_object, *to_object;
+    int (*describe)(void* object, nb::dlpack::dltensor* out);  ///< 0: done; else an exception is set
+  };
+
+  nb::type_object tensor_, parameter_;
+  const DlpackApi* dlpack_ = nullptr;
   nb::object data_ptr_;
 };
 

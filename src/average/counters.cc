@@ -40,19 +40,20 @@ std::string_view name_of(const Names<Value>& names, Value value) {
 /// Reads fields of one JSON object; each must be there, of its type and in range.
 class Fields {
  public:
-  Fields(simdjson::dom::object object, std::string_view json) : object_(object), json_(json) {}
+  explicit Fields(std::string_view json) : json_(json) {
+    const auto object = object_in(parser_, json);
+    if (!object) base::fail(Code::kCorrupt, "saved state is not a JSON object: {}", json);
+    object_ = *object;
+  }
 
   int64_t count(std::string_view key) const {
-    int64_t value = 0;
-    if (object_[key].get(value) != simdjson::SUCCESS || value < 0) bad(key, "a whole number of 0 or more");
+    constexpr const char* kExpected = "a whole number of 0 or more";
+    const auto value = get<int64_t>(key, kExpected);
+    if (value < 0) bad(key, kExpected);
     return value;
   }
 
-  double number(std::string_view key) const {
-    double value = 0;
-    if (object_[key].get(value) != simdjson::SUCCESS) bad(key, "a number");
-    return value;
-  }
+  double number(std::string_view key) const { return get<double>(key, "a number"); }
 
   template <typename Value>
   Value one_of(std::string_view key, const Names<Value>& names) const {
@@ -62,18 +63,14 @@ class Fields {
     return found->first;
   }
 
-  std::string_view text(std::string_view key) const {
-    std::string_view value;
-    if (object_[key].get(value) != simdjson::SUCCESS) bad(key, "a string");
-    return value;
-  }
+  std::string_view text(std::string_view key) const { return get<std::string_view>(key, "a string"); }
 
   uint64_t seed(std::string_view key) const {
-    std::string_view text;
+    constexpr const char* kExpected = "a string of decimal digits";
+    const auto text = get<std::string_view>(key, kExpected);
     uint64_t value = 0;
-    if (object_[key].get(text) != simdjson::SUCCESS) bad(key, "a string of decimal digits");
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc() || end != text.data() + text.size()) bad(key, "a string of decimal digits");
+    if (error != std::errc() || end != text.data() + text.size()) bad(key, kExpected);
     return value;
   }
 
@@ -86,18 +83,25 @@ class Fields {
   }
 
   std::vector<Schedule> schedules(std::string_view key) const {
-    simdjson::dom::array array;
-    if (object_[key].get(array) != simdjson::SUCCESS) bad(key, "an array");
     std::vector<Schedule> result;
-    for (const simdjson::dom::element one : array) result.push_back(Schedule::from_json(simdjson::minify(one)));
+    for (const simdjson::dom::element one : get<simdjson::dom::array>(key, "an array"))
+      result.push_back(Schedule::from_json(simdjson::minify(one)));
     return result;
   }
 
  private:
+  template <typename Value>
+  Value get(std::string_view key, std::string_view expected) const {
+    Value value{};
+    if (object_[key].get(value) != simdjson::SUCCESS) bad(key, expected);
+    return value;
+  }
+
   [[noreturn]] void bad(std::string_view key, std::string_view expected) const {
     base::fail(Code::kCorrupt, "saved state: \"{}\" must be {} in {}", key, expected, json_);
   }
 
+  simdjson::dom::parser parser_;
   simdjson::dom::object object_;
   std::string_view json_;
 };
@@ -131,10 +135,7 @@ std::string to_json(const AverageOptions& options, const Counters& counters) {
 }
 
 State state_from_json(std::string_view json) {
-  simdjson::dom::parser parser;
-  const auto object = object_in(parser, json);
-  if (!object) base::fail(Code::kCorrupt, "saved state is not a JSON object: {}", json);
-  const Fields fields(*object, json);
+  const Fields fields(json);
   if (const int64_t format = fields.count("format"); format != kFormat) {
     base::fail(Code::kUnsupported, "saved state has format {}; this version reads format {}", format, kFormat);
   }
@@ -154,10 +155,7 @@ State state_from_json(std::string_view json) {
 }
 
 std::vector<Schedule> schedules_in(std::string_view json) {
-  simdjson::dom::parser parser;
-  const auto object = object_in(parser, json);
-  if (!object) base::fail(Code::kCorrupt, "saved state is not a JSON object: {}", json);
-  return Fields(*object, json).schedules("schedules");
+  return Fields(json).schedules("schedules");
 }
 
 bool are_settable(const Schedule& first, const Schedule& second) {

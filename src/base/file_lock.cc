@@ -9,14 +9,6 @@
 
 namespace shardow::base {
 
-FileLock::FileLock(FileLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)), calls_(other.calls_) {}
-
-FileLock& FileLock::operator=(FileLock&& other) noexcept {
-  std::swap(fd_, other.fd_);
-  std::swap(calls_, other.calls_);
-  return *this;
-}
-
 FileLock::Result FileLock::take(const Path& path) {
   const Result result = take(path, O_RDONLY);
   return result == Result::kUnknown ? take(path, O_RDWR) : result;  // NFS locks files that are open for writing

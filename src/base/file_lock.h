@@ -17,8 +17,8 @@ class FileLock {
   };
 
   FileLock() = default;
-  FileLock(FileLock&& other) noexcept;
-  FileLock& operator=(FileLock&& other) noexcept;
+  FileLock(const FileLock&) = delete;
+  FileLock& operator=(const FileLock&) = delete;
   ~FileLock() { release(); }
 
   Result take(const Path& path);  ///< at once

@@ -121,13 +121,6 @@ File File::replace(const Path& path) {
 File::File(File&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)), calls_(other.calls_), path_(std::move(other.path_)) {}
 
-File& File::operator=(File&& other) noexcept {
-  std::swap(fd_, other.fd_);
-  std::swap(calls_, other.calls_);
-  std::swap(path_, other.path_);
-  return *this;
-}
-
 File::~File() {
   if (fd_ >= 0) calls_->close(fd_);
 }

@@ -94,7 +94,6 @@ class File {
   static File create(const Path& path);   ///< a new file, mode 0666 & ~umask; kIo with EEXIST where there is one
   static File replace(const Path& path);  ///< a new file, or an existing one emptied
   File(File&& other) noexcept;
-  File& operator=(File&& other) noexcept;
   ~File();
 
   const Path& path() const noexcept { return path_; }

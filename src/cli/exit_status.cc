@@ -13,10 +13,6 @@
 namespace shardow::cli {
 namespace {
 
-constexpr Code kAll[] = {
-    Code::kInvalidArgument, Code::kNotFound, Code::kCorrupt,    Code::kUnsupported, Code::kIo,
-    Code::kOutOfSpace,      Code::kTimeout,  Code::kPeerFailed, Code::kInternal,    Code::kOutOfMemory};
-
 const char* meaning(Code code) {
   switch (code) {
     case Code::kInvalidArgument: return "the call is wrong, or does not fit the files";
@@ -67,8 +63,10 @@ int report_current(bool json) {
 std::string exit_status_table() {
   std::map<int, std::string> rows = {{0, "done; verify: all is well; diff: no difference"},
                                      {kDifferent, "verify: something is wrong; diff: something differs"}};
-  for (const Code code : kAll)
+  for (int i = 0; i <= static_cast<int>(Code::kInternal); ++i) {
+    const auto code = static_cast<Code>(i);
     rows[base::exit_code(code)] = fmt::format("{}: {}", base::code_name(code), meaning(code));
+  }
   std::string table;
   for (const auto& [status, text] : rows) table += fmt::format("  {:>2}  {}\n", status, text);
   return table +

@@ -1,14 +1,11 @@
 // Work in pieces, on a few threads, with several reads in flight; results do not depend on how many.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
-#include <exception>
-#include <system_error>
-#include <thread>
-#include <vector>
 
-#include "base/mutex.h"
 #include "cli/terminal.h"
+#include "file/lanes.h"
 
 namespace shardow::cli {
 
@@ -19,29 +16,13 @@ inline constexpr int kLanes = 4;  ///< reads in flight: what network and solid-s
 template <class Work>
 void in_lanes(int64_t pieces, int lanes, const Work& work) {
   std::atomic<int64_t> next{0};
-  std::atomic<bool> failed{false};
-  base::Mutex mutex;
-  std::exception_ptr failure;  // guarded by the mutex
-  const auto run = [&](int lane) {
-    try {
-      for (int64_t piece = next++; piece < pieces && !failed; piece = next++) {
-        check_interrupted();
-        work(piece, lane);
-      }
-    } catch (...) {
-      const base::Lock lock(mutex);
-      if (!failed.exchange(true)) failure = std::current_exception();
+  file::Lanes all;
+  all.run(static_cast<size_t>(std::clamp<int64_t>(pieces, 1, lanes)), [&](size_t lane) {
+    for (int64_t piece = next++; piece < pieces && !all.failed(); piece = next++) {
+      check_interrupted();
+      work(piece, static_cast<int>(lane));
     }
-  };
-  std::vector<std::thread> others;
-  others.reserve(static_cast<size_t>(lanes));  // nothing but a thread may fail below
-  try {
-    for (int lane = 1; lane < lanes && lane < pieces; ++lane) others.emplace_back(run, lane);
-  } catch (const std::system_error&) {  // no more threads: fewer reads in flight
-  }
-  run(0);
-  for (std::thread& other : others) other.join();
-  if (failure) std::rethrow_exception(failure);
+  });
 }
 
 }  // namespace shardow::cli

@@ -24,10 +24,6 @@ namespace {
 using base::fail;
 using Keys = std::vector<std::string>;
 
-Deadline after(std::chrono::milliseconds timeout) {
-  return base::after(timeout);
-}
-
 const char* name_of(OptionsFrom from) {
   return from == OptionsFrom::kFile ? "'file'" : "'own'";
 }
@@ -106,7 +102,7 @@ Keys taken_as(const Keys& theirs, const Keys& own, OptionsFrom from, const std::
 std::vector<Checkpoint> open(Group& group, const Average& ema, const base::Path& path, OptionsFrom from,
                              std::chrono::milliseconds timeout) {
   const Keys own = decay_keys(ema.schedules());
-  const Keys keys = taken_as(shared_keys(group, path, own, from, after(timeout)), own, from, path.string());
+  const Keys keys = taken_as(shared_keys(group, path, own, from, base::after(timeout)), own, from, path.string());
   if (keys.size() == 1) return {Checkpoint::open(group, path, timeout)};
   std::vector<std::string> names;
   for (const std::string& key : keys) names.push_back(ema_file_name(key));
@@ -131,7 +127,7 @@ Loading::Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std:
     if (from_ == OptionsFrom::kFile) report_.changed = ema_.differences(state_);
     return said(facts);
   };
-  comm::agree_on(group, after(options_.timeout), mine, [](const std::vector<std::string>& everybody) {
+  comm::agree_on(group, base::after(options_.timeout), mine, [](const std::vector<std::string>& everybody) {
     check_same("load()", everybody);
     return std::string();
   });
@@ -154,7 +150,7 @@ EmaLoadReport Loading::take() {
   const auto begin = base::now();
   const std::string before = ema_.state();
   try {
-    agree(group_, after(options_.timeout), [&] { ema_.set_state(own_part(state_, group_.rank()), from_); });
+    agree(group_, base::after(options_.timeout), [&] { ema_.set_state(own_part(state_, group_.rank()), from_); });
     for (size_t k = 0; k < files_.size(); ++k) report_.bytes_read += read(k, false).bytes_read;
   } catch (...) {
     if (ema_.state() != before) ema_.set_state(before);
@@ -181,7 +177,7 @@ EmaLoadReport load(Group& group, Average& ema, const Checkpoint& checkpoint, con
                    OptionsFrom from) {
   group.begin("load()", options.timeout);
   const std::string where = checkpoint.files().at(0).path.string();
-  agree(group, ema::after(options.timeout), [&] {
+  agree(group, base::after(options.timeout), [&] {
     if (ema.size() == 1) return;
     base::fail(Code::kInvalidArgument,
                "{} is one file, and this EMA keeps {} averages, each in its own; load their directory", where,

@@ -17,19 +17,6 @@ namespace {
 
 using base::fail;
 
-void append_metadata(std::string& out, const Metadata& metadata) {
-  out += "\"__metadata__\":{";
-  const char* comma = "";
-  for (const auto& [key, text] : metadata) {
-    out += comma;
-    append_json_text(out, key);
-    out += ':';
-    append_json_text(out, text);
-    comma = ",";
-  }
-  out += '}';
-}
-
 void append_entry(std::string& out, const Entry& entry) {
   append_json_text(out, entry.name);
   fmt::format_to(std::back_inserter(out), ":{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}",
@@ -39,7 +26,11 @@ void append_entry(std::string& out, const Entry& entry) {
 /// Appends the JSON of a header.
 void append_header(std::string& out, std::span<const Entry> entries, const Metadata& metadata) {
   out += '{';
-  if (!metadata.empty()) append_metadata(out, metadata);
+  if (!metadata.empty()) {
+    out += "\"__metadata__\":{";
+    append_members(out, metadata, ",", ":");
+    out += '}';
+  }
   bool comma = !metadata.empty();
   for (const Entry& entry : entries) {
     if (std::exchange(comma, true)) out += ',';

@@ -116,14 +116,8 @@ std::string with_listing(std::string text, const Listing& listing) {
   text.erase(text.find_last_of('}'));
   while (text.ends_with('\n') || text.ends_with(' ')) text.pop_back();
   const char* comma = text.ends_with('{') ? "" : ", ";
-  text += fmt::format("{}\"{}\": ", comma, kFiles);
-  comma = "{";
-  for (const auto& [name, file] : listing.files) {
-    text += std::exchange(comma, ", ");
-    append_json_text(text, name);
-    text += ": ";
-    append_json_text(text, file);
-  }
+  text += fmt::format("{}\"{}\": {{", comma, kFiles);
+  append_members(text, listing.files, ", ", ": ");
   text += "}";
   if (!listing.replaced.empty()) {
     text += fmt::format(", \"{}\": ", kReplaces);
@@ -162,16 +156,8 @@ std::string index_bytes(const WeightMap& weights, int64_t total_size, const std:
     append_array(out, replaced);
     out += ",\n";
   }
-  out += "  \"weight_map\": {";
-  const char* comma = "";
-  for (const auto& [name, file] : weights) {
-    out += comma;
-    out += "\n    ";
-    append_json_text(out, name);
-    out += ": ";
-    append_json_text(out, file);
-    comma = ",";
-  }
+  out += weights.empty() ? "  \"weight_map\": {" : "  \"weight_map\": {\n    ";
+  append_members(out, weights, ",\n    ", ": ");
   return out += "\n  }\n}\n";
 }
 

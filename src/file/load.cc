@@ -84,40 +84,29 @@ LoadReport compare(const Catalog& catalog, const Wanted& wanted, const LoadOptio
 }
 
 /// What a rank asks for, for all ranks: what one of them asks for, all do.
-struct Asked {
-  bool strict, verify, check_only, told;
+constexpr int64_t kStrict = 1, kVerify = 2, kCheckOnly = 4, kProgress = 8;
 
-  static Asked by(const LoadOptions& options) {
-    return {options.strict, options.verify, options.check_only, options.progress != nullptr};
-  }
-};
-
-std::string pack(const Asked& asked) {
+/// What a rank says: what it asks for, and what it holds.
+std::string words_of(int64_t asked, const std::string& held) {
   Sender out;
-  for (const bool one : {asked.strict, asked.verify, asked.check_only, asked.told}) out.number(one ? 1 : 0);
-  return out.bytes();
+  out.number(asked);
+  return out.bytes() + held;
 }
 
-Asked unpack(std::string_view words) {
-  Asked asked{};
-  Receiver in(words);
-  for (bool* flag : {&asked.strict, &asked.verify, &asked.check_only, &asked.told}) *flag = in.number() != 0;
-  return asked;
+int64_t asked_by(const LoadOptions& options) {
+  return (options.strict ? kStrict : 0) | (options.verify ? kVerify : 0) | (options.check_only ? kCheckOnly : 0) |
+         (options.progress ? kProgress : 0);
 }
-
-constexpr size_t kAskedBytes = 4 * sizeof(int64_t);
 
 /// Everybody's: what is asked for, and who holds what.
 std::string sum_up_words(const std::vector<std::string>& words) {
-  Asked all{};
+  int64_t asked = 0;
   std::vector<std::string> held;
   for (const std::string& one : words) {
-    const Asked asked = unpack(one);
-    all = {all.strict || asked.strict, all.verify || asked.verify, all.check_only || asked.check_only,
-           all.told || asked.told};
-    held.push_back(one.substr(kAskedBytes));
+    asked |= Receiver(one).number();
+    held.push_back(one.substr(sizeof(int64_t)));
   }
-  return pack(all) + sum_up(held);
+  return words_of(asked, sum_up(held));
 }
 
 /// Bytes that all ranks together will read, as they are in the file.
@@ -150,21 +139,21 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
                        std::optional<Holding>& mine, const std::string& said, LoadOptions options,
                        std::optional<Wanted>& wanted) {
   const auto begin = base::now();
-  const Asked asked = unpack(said);
-  if (std::string held = said.substr(kAskedBytes); !wanted || wanted->said != held) {
+  const int64_t asked = Receiver(said).number();
+  if (std::string held = said.substr(sizeof(int64_t)); !wanted || wanted->said != held) {
     if (!mine) mine.emplace(views);
     wanted = wanted_of(catalog, shared_from(group, *mine, held, options.timeout), mine->words(), held);
   }
-  options.strict = asked.strict;
+  options.strict = (asked & kStrict) != 0;
   LoadReport report = compare(catalog, *wanted, options);
-  if (asked.check_only) return report;
+  if ((asked & kCheckOnly) != 0) return report;
   std::optional<Sums> sums;
-  if (asked.verify) sums.emplace(catalog.path, wanted->tensors, wanted->there);
+  if ((asked & kVerify) != 0) sums.emplace(catalog.path, wanted->tensors, wanted->there);
   const std::vector<Reader::Job> jobs = jobs_of(views, *wanted, sums);
   Reader reader(catalog, jobs);
   comm::Parts parts(group, options.timeout, bytes_in_all(*wanted), options.progress);
   parts.run([&] { return reader.part(); });
-  if (asked.told || sums) {
+  if ((asked & kProgress) != 0 || sums) {
     const auto tell = [&] {
       parts.tell();
       return sums ? sums->words(group.rank(), jobs, reader.sums()) : std::string();
@@ -198,7 +187,7 @@ LoadReport load_from(Group& group, std::span<const TensorView> views, const Cata
   std::optional<Wanted>& wanted = kept != nullptr ? *kept : own;
   std::optional<Holding> mine;
   if (!wanted) mine.emplace(views);
-  const std::string told = pack(Asked::by(options)) + (wanted ? wanted->told : mine->words());
+  const std::string told = words_of(asked_by(options), wanted ? wanted->told : mine->words());
   const auto decide = [](const auto& words) { return Group::Decision{sum_up_words(words)}; };
   const std::string said = group.decide(told, decide, base::after(options.timeout)).common;
   LoadReport report = load_agreed(group, views, catalog, mine, said, options, wanted);
@@ -219,7 +208,7 @@ LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choos
     options.strict = chosen.strict;
     check_memory(chosen.views);
     mine.emplace(chosen.views);
-    return pack(Asked::by(options)) + mine->words();
+    return words_of(asked_by(options), mine->words());
   };
   const Discussed found = discuss_catalog(group, path, options.timeout, told, sum_up_words);
   std::optional<Wanted> wanted;

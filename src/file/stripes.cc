@@ -142,60 +142,16 @@ std::vector<std::vector<Stripe>> plan_rounds(const Layout& layout, const std::ve
   return rounds;
 }
 
-std::vector<int64_t> StripeParts::bytes_by_rank(const Stripe& stripe) const {
-  std::vector<int64_t> bytes(static_cast<size_t>(num_ranks_), 0);
-  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
-    bytes[static_cast<size_t>(owned.rank)] += bytes_of(end - begin, layout_.place(segment.tensor).entry);
-  });
-  return bytes;
-}
-
-const Mine& StripeParts::mine_of(size_t tensor, size_t piece) const {
-  const auto first =
-      std::lower_bound(mine_.begin(), mine_.end(), tensor, [](const Mine& a, size_t t) { return a.tensor < t; });
-  return *std::find_if(first, mine_.end(), [&](const Mine& one) { return one.piece == piece; });
-}
-
-void StripeParts::deposit(const Stripe& stripe, std::span<std::byte> target) {
-  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
-    if (owned.rank != rank_) return;
-    const Entry& entry = layout_.place(segment.tensor).entry;
-    const auto data = feed_.get(mine_of(segment.tensor, owned.piece), begin, end, entry.dtype);
-    scatter(segment, owned, begin, end, entry, data.data(), target);
-  });
-}
-
-void StripeParts::pack(const Stripe& stripe, std::vector<std::byte>& message) {
-  message.clear();
-  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
-    if (owned.rank != rank_) return;
-    const auto data =
-        feed_.get(mine_of(segment.tensor, owned.piece), begin, end, layout_.place(segment.tensor).entry.dtype);
-    message.insert(message.end(), data.begin(), data.end());
-  });
-}
-
-void StripeParts::unpack(const Stripe& stripe, int rank, std::span<const std::byte> message,
-                         std::span<std::byte> target) const {
-  const std::byte* from = message.data();
-  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
-    if (owned.rank != rank) return;
-    const Entry& entry = layout_.place(segment.tensor).entry;
-    scatter(segment, owned, begin, end, entry, from, target);
-    from += bytes_of(end - begin, entry);
-  });
-}
-
 StripeWriter::StripeWriter(Group& group, std::chrono::milliseconds timeout, const std::vector<Mine>& mine,
                            const Layout& layout, Output& output, std::vector<std::vector<Stripe>> rounds,
                            bool sequential)
     : group_(group),
       timeout_(timeout),
+      mine_(mine),
       layout_(layout),
       output_(output),
       rounds_(std::move(rounds)),
-      sequential_(sequential),
-      parts_(group.rank(), group.size(), mine, layout) {}
+      sequential_(sequential) {}
 
 comm::Part StripeWriter::round() {
   if (next_ == rounds_.size()) return {0, true};
@@ -204,10 +160,10 @@ comm::Part StripeWriter::round() {
   const Stripe* const own = owned_by(group_.rank(), stripes);
   if (own != nullptr) {
     stripe_.resize(static_cast<size_t>(own->bytes));
-    parts_.deposit(*own, stripe_);
+    deposit(*own);
   }
   const std::vector<int64_t> expected =
-      own != nullptr ? parts_.bytes_by_rank(*own) : std::vector<int64_t>(static_cast<size_t>(group_.size()), 0);
+      own != nullptr ? bytes_by_rank(*own) : std::vector<int64_t>(static_cast<size_t>(group_.size()), 0);
   with_each_partner(
       group_.rank(), group_.size(),
       [&](int to) {
@@ -220,10 +176,40 @@ comm::Part StripeWriter::round() {
   return {own != nullptr ? own->bytes : 0, next_ == rounds_.size()};
 }
 
-/// Sends this rank's parts of a stripe to the stripe's owner.
+std::vector<int64_t> StripeWriter::bytes_by_rank(const Stripe& stripe) const {
+  std::vector<int64_t> bytes(static_cast<size_t>(group_.size()), 0);
+  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
+    bytes[static_cast<size_t>(owned.rank)] += bytes_of(end - begin, layout_.place(segment.tensor).entry);
+  });
+  return bytes;
+}
+
+/// Returns elements [begin, end) of this rank's part.
+std::span<const std::byte> StripeWriter::data_of(const Segment& segment, size_t piece, int64_t begin, int64_t end) {
+  const auto first = std::lower_bound(mine_.begin(), mine_.end(), segment.tensor,
+                                      [](const Mine& a, size_t t) { return a.tensor < t; });
+  const Mine& mine = *std::find_if(first, mine_.end(), [&](const Mine& one) { return one.piece == piece; });
+  return feed_.get(mine, begin, end, layout_.place(segment.tensor).entry.dtype);
+}
+
+/// Puts this rank's parts to their places in its stripe.
+void StripeWriter::deposit(const Stripe& stripe) {
+  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
+    if (owned.rank != group_.rank()) return;
+    const auto data = data_of(segment, owned.piece, begin, end);
+    scatter(segment, owned, begin, end, layout_.place(segment.tensor).entry, data.data(), stripe_);
+  });
+}
+
+/// Sends this rank's parts of a stripe, one after another, to the stripe's owner.
 void StripeWriter::give(const Stripe& stripe) {
-  if (parts_.bytes_by_rank(stripe)[static_cast<size_t>(group_.rank())] == 0) return;
-  parts_.pack(stripe, message_);
+  if (bytes_by_rank(stripe)[static_cast<size_t>(group_.rank())] == 0) return;
+  message_.clear();
+  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
+    if (owned.rank != group_.rank()) return;
+    const auto data = data_of(segment, owned.piece, begin, end);
+    message_.insert(message_.end(), data.begin(), data.end());
+  });
   group_.send(message_, stripe.owner, deadline_);
 }
 
@@ -231,7 +217,13 @@ void StripeWriter::give(const Stripe& stripe) {
 void StripeWriter::take(const Stripe& stripe, int rank, int64_t bytes) {
   message_.resize(static_cast<size_t>(bytes));
   group_.recv(message_, rank, deadline_);
-  parts_.unpack(stripe, rank, message_, stripe_);
+  const std::byte* from = message_.data();
+  for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
+    if (owned.rank != rank) return;
+    const Entry& entry = layout_.place(segment.tensor).entry;
+    scatter(segment, owned, begin, end, entry, from, stripe_);
+    from += bytes_of(end - begin, entry);
+  });
 }
 
 void StripeWriter::write(const Stripe& stripe) {

@@ -42,33 +42,6 @@ std::vector<bool> have_short_runs(const Layout& layout);
 std::vector<std::vector<Stripe>> plan_rounds(const Layout& layout, const std::vector<bool>& chosen, int ranks,
                                              bool sequential);
 
-/// Packs what ranks have of a stripe for a message, or puts it where it belongs.
-class StripeParts {
- public:
-  /// Of rank `rank` among `num_ranks`. `mine`, ascending by tensor and in owners()' order, and `layout` outlive it.
-  StripeParts(int rank, int num_ranks, const std::vector<Mine>& mine, const Layout& layout)
-      : rank_(rank), num_ranks_(num_ranks), mine_(mine), layout_(layout) {}
-
-  std::vector<int64_t> bytes_by_rank(const Stripe& stripe) const;
-
-  /// This rank's parts to their places in the stripe.
-  void deposit(const Stripe& stripe, std::span<std::byte> target);
-
-  /// This rank's parts, one after another, in place of what `message` held.
-  void pack(const Stripe& stripe, std::vector<std::byte>& message);
-
-  /// What another rank has packed, to its places in the stripe.
-  void unpack(const Stripe& stripe, int rank, std::span<const std::byte> message, std::span<std::byte> target) const;
-
- private:
-  const Mine& mine_of(size_t tensor, size_t piece) const;
-
-  int rank_, num_ranks_;
-  const std::vector<Mine>& mine_;
-  const Layout& layout_;
-  Feed feed_;
-};
-
 /// Gathers stripes on the ranks that own them, and writes them.
 class StripeWriter {
  public:
@@ -80,17 +53,21 @@ class StripeWriter {
   comm::Part round();  ///< one stripe of every rank; each rank must have ended the one before well
 
  private:
+  std::vector<int64_t> bytes_by_rank(const Stripe& stripe) const;
+  std::span<const std::byte> data_of(const Segment& segment, size_t piece, int64_t begin, int64_t end);
+  void deposit(const Stripe& stripe);
   void give(const Stripe& stripe);
   void take(const Stripe& stripe, int rank, int64_t bytes);
   void write(const Stripe& stripe);
 
   Group& group_;
   std::chrono::milliseconds timeout_;
+  const std::vector<Mine>& mine_;
   const Layout& layout_;
   Output& output_;
   std::vector<std::vector<Stripe>> rounds_;
   bool sequential_;
-  StripeParts parts_;
+  Feed feed_;
   std::vector<std::byte> stripe_, message_;  // this rank's stripe; its parts of another's, or another's of it
   Deadline deadline_;                        // of this round's messages
   size_t next_ = 0;

@@ -23,27 +23,6 @@ namespace shardow::kernels::HWY_NAMESPACE {
 
 #if SHARDOW_VECTORS
 
-template <class P>
-int64_t update_parameter(const Chunk& chunk, const Step& step) {
-  switch (chunk.average_dtype) {
-    case DType::kF32: return update_row(Row<P, float>(chunk, step));
-    case DType::kBF16: return update_row(Row<P, BF16>(chunk, step));
-    case DType::kF16: return update_row(Row<P, F16>(chunk, step));
-    case DType::kF64: return update_row(Row<P, double>(chunk, step));
-    default: return 0;
-  }
-}
-
-int64_t update_chunk(const Chunk& chunk, const Step& step) {
-  switch (chunk.parameter_dtype) {
-    case DType::kF32: return update_parameter<float>(chunk, step);
-    case DType::kBF16: return update_parameter<BF16>(chunk, step);
-    case DType::kF16: return update_parameter<F16>(chunk, step);
-    case DType::kF64: return update_parameter<double>(chunk, step);
-    default: return 0;
-  }
-}
-
 constexpr size_t kAhead = 2;            // chunks
 constexpr size_t kFetchedBytes = 8192;  // of each operand of a chunk
 constexpr size_t kLine = 64;
@@ -68,7 +47,9 @@ Tally update(std::span<const Chunk> chunks, const Step& step) {
   Tally tally;
   for (size_t c = 0; c < chunks.size(); ++c) {
     if (c + kAhead < chunks.size()) fetch(chunks[c + kAhead], step.num_averages);
-    add(tally, update_chunk(chunks[c], step), c);
+    with_dtype(chunks[c].parameter_dtype, [&]<class P>() {
+      with_dtype(chunks[c].average_dtype, [&]<class S>() { add(tally, update_row(Row<P, S>(chunks[c], step)), c); });
+    });
   }
   return tally;
 }

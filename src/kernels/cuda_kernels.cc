@@ -1,17 +1,197 @@
+// NVRTC, CUDA's compiler as a library, compiles the kernels where they run, for the device and the driver that are
+// there.
 #include "kernels/cuda_kernels.h"
 
-#include <chrono>
-#include <map>
-#include <utility>
+#include <dlfcn.h>
+#include <link.h>
 
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
 #include "base/mutex.h"
 #include "base/turns.h"
 #include "kernels/cuda.h"
 #include "kernels/cuda_driver.h"
-#include "kernels/cuda_nvrtc.h"
+#include "kernels/cuda_sources.h"  // made by cmake/kernels.cmake
 
 namespace shardow::kernels::cuda {
 namespace {
+
+struct Compiled {
+  std::string image;               ///< a cubin; PTX where NVRTC does not know the device yet
+  std::vector<std::string> names;  ///< of the kernels in the image, in the order in which they were asked for
+  std::string compiler;            ///< "NVRTC 12.9"
+};
+
+using base::fail;
+
+constexpr int kLeastMajor = 12;
+constexpr const char* kTooOld = "this NVRTC is too old: 12.0 or later compiles the kernels";
+
+void fail_call(const char* function, int status);
+
+/// Its functions, with the signatures that they have had since CUDA 11.2.
+struct Nvrtc {
+  Library library;
+
+  Call<int*, int*> version{library, "nvrtcVersion"};
+  Call<int*> num_architectures{library, "nvrtcGetNumSupportedArchs"};
+  Call<int*> architectures{library, "nvrtcGetSupportedArchs"};
+  Call<void**, const char*, const char*, int, const char* const*, const char* const*> create{library,
+                                                                                             "nvrtcCreateProgram"};
+  Call<void**> destroy{library, "nvrtcDestroyProgram"};
+  Call<void*, const char*> add_name{library, "nvrtcAddNameExpression"};
+  Call<void*, int, const char* const*> compile{library, "nvrtcCompileProgram"};
+  Call<void*, size_t*> log_size{library, "nvrtcGetProgramLogSize"};
+  Call<void*, char*> log{library, "nvrtcGetProgramLog"};
+  Call<void*, size_t*> cubin_size{library, "nvrtcGetCUBINSize"};
+  Call<void*, char*> cubin{library, "nvrtcGetCUBIN"};
+  Call<void*, size_t*> ptx_size{library, "nvrtcGetPTXSize"};
+  Call<void*, char*> ptx{library, "nvrtcGetPTX"};
+  Call<void*, const char*, const char**> lowered_name{library, "nvrtcGetLoweredName"};
+
+  int major = 0, minor = 0;
+};
+
+void fail_call(const char* function, int status) {
+  fail(Code::kInternal, "{}: error {}", function, status);
+}
+
+std::string version_of(int version) {
+  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
+
+/// The end of messages.
+std::string device_and_driver(int index) {
+  const auto& [context, name, capability, multiprocessors] = used_device(index);
+  return fmt::format("device {} is {} of compute capability {}.{}, its driver is of CUDA {}", index, name,
+                     capability / 10, capability % 10, version_of(driver_version()));
+}
+
+/// Opens what SHARDOW_NVRTC names; else what the process has (torch's), what the loader finds, the toolkit's. An NVRTC
+/// of a later CUDA than the driver's writes code that the driver refuses, but for those of one major version.
+void* open_library(int index) {
+  if (const char* const named = std::getenv("SHARDOW_NVRTC"); named != nullptr && *named != '\0') {
+    if (void* const handle = ::dlopen(named, RTLD_NOW | RTLD_LOCAL)) return handle;
+    fail(Code::kUnsupported, "SHARDOW_NVRTC names no library that can be loaded: {}", ::dlerror());
+  }
+  for (const auto& [folder, flags] : {std::pair{"", RTLD_NOLOAD}, {"", 0}, {"/usr/local/cuda/lib64/", 0}}) {
+    for (int major = driver_version() / 1000; major >= kLeastMajor; --major) {
+      const std::string path = fmt::format("{}libnvrtc.so.{}", folder, major);
+      if (void* const handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | flags)) return handle;
+    }
+  }
+  fail(
+      Code::kUnsupported,
+      "averages on a CUDA device are compiled where they run, and no NVRTC 12.0 or later, CUDA's compiler, was found: "
+      "neither libnvrtc.so.{} nor an older one is in the process, on the loader's path or in /usr/local/cuda/lib64. "
+      "PyTorch's CUDA wheels bring it; else install nvidia-cuda-nvrtc, or set SHARDOW_NVRTC to the library's path ({})",
+      driver_version() / 1000, device_and_driver(index));
+}
+
+/// In some wheels NVRTC finds its other half only where that is loaded already.
+void load_builtins(void* handle, int major, int minor) {
+  link_map* map = nullptr;
+  if (::dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0) return;
+  const std::string path = map->l_name;
+  const std::string folder = path.substr(0, path.rfind('/') + 1);
+  static_cast<void>(::dlopen(fmt::format("{}libnvrtc-builtins.so.{}.{}", folder, major, minor).c_str(), RTLD_NOW));
+}
+
+Nvrtc open(int index) {
+  Nvrtc nvrtc{Library{open_library(index), kTooOld, &fail_call}};
+  nvrtc.version(&nvrtc.major, &nvrtc.minor);
+  if (nvrtc.major < kLeastMajor) fail(Code::kUnsupported, "{} (this one is {}.{})", kTooOld, nvrtc.major, nvrtc.minor);
+  if (nvrtc.major > driver_version() / 1000) {
+    fail(Code::kUnsupported, "the driver refuses what NVRTC {}.{} writes: update it, or use an NVRTC of its CUDA ({})",
+         nvrtc.major, nvrtc.minor, device_and_driver(index));
+  }
+  load_builtins(nvrtc.library.handle, nvrtc.major, nvrtc.minor);
+  return nvrtc;
+}
+
+const Nvrtc& library(int index) {
+  static const Nvrtc nvrtc = open(index);
+  return nvrtc;
+}
+
+class Program {
+ public:
+  explicit Program(const Nvrtc& nvrtc) : nvrtc_(nvrtc) {
+    std::vector<const char*> texts, names;
+    for (const Source& source : kSources) {
+      texts.push_back(source.text);
+      names.push_back(source.name);
+    }
+    nvrtc_.create(&program_, kProgram, "shardow.cu", static_cast<int>(texts.size()), texts.data(), names.data());
+  }
+  ~Program() { static_cast<void>(nvrtc_.destroy.status(&program_)); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  void* get() const { return program_; }
+
+  std::string text(const Call<void*, size_t*>& size, const Call<void*, char*>& get) const {
+    size_t bytes = 0;
+    size(program_, &bytes);
+    std::string text(bytes, '\0');
+    get(program_, text.data());
+    return text;
+  }
+
+ private:
+  const Nvrtc& nvrtc_;
+  void* program_ = nullptr;
+};
+
+/// The device's own architecture where NVRTC knows it, else the latest before it, for PTX, from which the driver makes
+/// code.
+int architecture(const Nvrtc& nvrtc, int index) {
+  int count = 0;
+  nvrtc.num_architectures(&count);
+  std::vector<int> known(static_cast<size_t>(count));
+  nvrtc.architectures(known.data());
+  const auto later = std::upper_bound(known.begin(), known.end(), used_device(index).capability);
+  if (later != known.begin()) return later[-1];
+  fail(Code::kUnsupported, "NVRTC {}.{} no longer compiles for this device: use an older one ({})", nvrtc.major,
+       nvrtc.minor, device_and_driver(index));
+}
+
+/// Kernels by their names in shardow::kernels::cuda with their template arguments, for a device. Throws kUnsupported,
+/// saying what was looked for, where there is no NVRTC that both driver and device go with; kInternal with NVRTC's log
+/// where it refuses the sources.
+Compiled compile(const std::vector<std::string>& kernels, int index) {
+  const Nvrtc& nvrtc = library(index);
+  const int target = architecture(nvrtc, index);
+  const bool known = target == used_device(index).capability;
+  const std::string option = fmt::format("--gpu-architecture={}_{}", known ? "sm" : "compute", target);
+  // --fmad=false: the device rounds where the host rounds; every fused multiply-add is written out. -default-device:
+  // lambdas have no words for where they run.
+  const char* const options[] = {"--std=c++20", option.c_str(), "--fmad=false", "-default-device",
+                                 "--diag-suppress=161"};  // a pragma of the host's
+
+  const Program program(nvrtc);
+  for (const std::string& kernel : kernels) nvrtc.add_name(program.get(), kernel.c_str());
+  if (nvrtc.compile.status(program.get(), std::size(options), options) != 0) {
+    fail(Code::kInternal, "NVRTC {}.{} refuses the kernels: {} ({})", nvrtc.major, nvrtc.minor,
+         program.text(nvrtc.log_size, nvrtc.log), device_and_driver(index));
+  }
+  Compiled compiled;
+  compiled.compiler = fmt::format("NVRTC {}.{}", nvrtc.major, nvrtc.minor);
+  compiled.image = known ? program.text(nvrtc.cubin_size, nvrtc.cubin) : program.text(nvrtc.ptx_size, nvrtc.ptx);
+  for (const std::string& kernel : kernels) {
+    const char* name = nullptr;
+    nvrtc.lowered_name(program.get(), kernel.c_str(), &name);
+    compiled.names.emplace_back(name);
+  }
+  return compiled;
+}
 
 using Names = std::vector<std::string>;
 

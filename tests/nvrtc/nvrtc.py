@@ -1,5 +1,5 @@
-"""NVRTC by ctypes: compiles the engine's kernels as src/kernels/cuda_nvrtc.cc does, but for any architecture, with what
-the assembler says of registers and spills.
+"""NVRTC by ctypes: compiles the engine's kernels as src/kernels/cuda_kernels.cc does, but for any architecture, with
+what the assembler says of registers and spills.
 
 `python nvrtc.py LIBRARY ARCHITECTURE NAME...` prints JSON. A version of NVRTC is loaded once a process.
 """

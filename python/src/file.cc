@@ -149,9 +149,8 @@ void bind_file(nb::module_& m) {
       .def("write", &Save::write);
   nb::class_<Checkpoint>(m, "Checkpoint",
                          "What a file or a directory holds, and reading it; it stays what it was when it was opened.")
-      .def_static(
-          "open", [](const base::Path& path) { return Checkpoint::open(path); }, "path"_a,
-          nb::call_guard<nb::gil_scoped_release>(), "Of this process alone.")
+      .def_static("open", nb::overload_cast<const base::Path&>(&Checkpoint::open), "path"_a,
+                  nb::call_guard<nb::gil_scoped_release>(), "Of this process alone.")
       .def_static(
           "open",
           [](Group& group, const base::Path& path, double timeout) {
@@ -159,10 +158,7 @@ void bind_file(nb::module_& m) {
           },
           "group"_a, "path"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(), "Collective.")
       .def_static(
-          "open_files",
-          [](const base::Path& directory, const std::vector<std::string>& names) {
-            return Checkpoint::open_files(directory, names);
-          },
+          "open_files", nb::overload_cast<const base::Path&, const std::vector<std::string>&>(&Checkpoint::open_files),
           "directory"_a, "names"_a, nb::call_guard<nb::gil_scoped_release>(), "Of one directory, that belong together.")
       .def_static(
           "open_files",
@@ -172,9 +168,8 @@ void bind_file(nb::module_& m) {
           "group"_a, "directory"_a, "names"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(), "Collective.")
       .def_prop_ro("tensors", &tensors_in, "{name: (dtype, shape)}")
       .def_prop_ro("metadata", &Checkpoint::metadata, "of the first file")
-      .def(
-          "read", [](const Checkpoint& checkpoint, const TensorView& view) { checkpoint.read(view); }, "view"_a,
-          nb::call_guard<nb::gil_scoped_release>(), "Fills a view from the tensor of its name.");
+      .def("read", nb::overload_cast<const TensorView&>(&Checkpoint::read, nb::const_), "view"_a,
+           nb::call_guard<nb::gil_scoped_release>(), "Fills a view from the tensor of its name.");
   m.def("load", &load_python, "group"_a, "tensors"_a, "checkpoint"_a, "strict"_a = true, "verify"_a = true,
         "check_only"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(),
         "Collective; see include/shardow/checkpoint.h.");

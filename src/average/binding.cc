@@ -75,10 +75,6 @@ std::vector<Place> places_of(std::span<const TensorView> parameters,
   return places;
 }
 
-}  // namespace
-
-namespace {
-
 std::string names_of(std::span<const TensorView> views) {
   if (views.empty()) return "nothing";
   return views.size() == 1 ? fmt::format("'{}'", views[0].name)

@@ -80,6 +80,24 @@ void check_memory(const TensorView& view) {
     fail(Code::kInvalidArgument, "'{}' has {} elements and no memory", view.name, view.region.size());
 }
 
+void check_shape(std::span<const TensorView> bound, std::span<const TensorView> now) {
+  if (now.size() != bound.size())
+    fail(Code::kInvalidArgument, "{} parameters; the averages were made for {}", now.size(), bound.size());
+  for (size_t i = 0; i < bound.size(); ++i) {
+    const TensorView &was = bound[i], &is = now[i];
+    if (is.name != was.name)
+      fail(Code::kInvalidArgument, "parameter {} is '{}'; the averages were made with '{}' there", i, is.name,
+           was.name);
+    if (!(is.region == was.region)) {
+      fail(Code::kInvalidArgument, "'{}' has region {}; it was {} when the averages were made", is.name,
+           is.region.to_string(), was.region.to_string());
+    }
+    if (!same_place(is.device, was.device))
+      fail(Code::kInvalidArgument, "'{}' has moved to another device; make a new Average there", is.name);
+    check_memory(is);
+  }
+}
+
 }  // namespace
 
 void check_options(const AverageOptions& options) {
@@ -194,28 +212,6 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
          said(one), said(other), std::min(one.end, other.end) - other.begin);
   }
 }
-
-namespace {
-
-void check_shape(std::span<const TensorView> bound, std::span<const TensorView> now) {
-  if (now.size() != bound.size())
-    fail(Code::kInvalidArgument, "{} parameters; the averages were made for {}", now.size(), bound.size());
-  for (size_t i = 0; i < bound.size(); ++i) {
-    const TensorView &was = bound[i], &is = now[i];
-    if (is.name != was.name)
-      fail(Code::kInvalidArgument, "parameter {} is '{}'; the averages were made with '{}' there", i, is.name,
-           was.name);
-    if (!(is.region == was.region)) {
-      fail(Code::kInvalidArgument, "'{}' has region {}; it was {} when the averages were made", is.name,
-           is.region.to_string(), was.region.to_string());
-    }
-    if (!same_place(is.device, was.device))
-      fail(Code::kInvalidArgument, "'{}' has moved to another device; make a new Average there", is.name);
-    check_memory(is);
-  }
-}
-
-}  // namespace
 
 void check_same(std::span<const TensorView> bound, std::span<const TensorView> now) {
   check_shape(bound, now);

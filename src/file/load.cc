@@ -169,13 +169,8 @@ LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Ca
   return report;
 }
 
-/// What was opened through timed calls, for whoever keeps it.
-struct KeptOpen {
-  std::shared_ptr<base::TimedCalls> timed;
-  std::shared_ptr<const Catalog> catalog;  // goes first
-  KeptOpen(std::shared_ptr<base::TimedCalls> calls, std::shared_ptr<const Catalog> opened)
-      : timed(std::move(calls)), catalog(std::move(opened)) {}
-};
+/// What was opened through timed calls, for whoever keeps it: the catalog goes first.
+using KeptOpen = std::pair<std::shared_ptr<base::TimedCalls>, std::shared_ptr<const Catalog>>;
 
 }  // namespace
 

@@ -13,10 +13,6 @@ constexpr int64_t kAlign = 16;  // every element type may lie there
 
 }  // namespace
 
-int64_t message_bytes(const Message& message) {
-  return message.back().at + message.back().bytes;
-}
-
 Messages::Messages(size_t count, std::function<Wanted(size_t)> wanted, int64_t most_bytes)
     : count_(count), wanted_(std::move(wanted)), most_(most_bytes) {}
 

@@ -3,7 +3,7 @@
 // than a bound.
 //
 //   Messages messages(wants.size(), [&](size_t i) { return Wanted{wants[i].region, 4}; });
-//   while (const auto message = messages.next()) { fill or empty a block of message_bytes(*message); send or receive
+//   while (const auto message = messages.next()) { fill or empty a block of all its bytes; send or receive
 //   it; }
 #pragma once
 
@@ -34,8 +34,6 @@ struct MessagePiece {
 /// Never empty. A piece of more than half of the bound is alone, at 0; others begin at multiples of 16 bytes, in the
 /// order of the wants.
 using Message = std::vector<MessagePiece>;
-
-int64_t message_bytes(const Message& message);
 
 /// Every element of every want, once. Equal wants and bounds give equal messages. One thread at a time; holds one
 /// message.

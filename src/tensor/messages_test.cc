@@ -18,6 +18,10 @@ std::vector<Message> all_of(const std::vector<Wanted>& wants, int64_t most = Mes
   return found;
 }
 
+int64_t message_bytes(const Message& message) {
+  return message.back().at + message.back().bytes;
+}
+
 /// A part of a tensor as some sharding would have it: whole, rows, columns, flat, empty.
 Wanted any_want(std::mt19937& random) {
   const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };

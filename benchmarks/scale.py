@@ -40,7 +40,6 @@ from shardow.ranks import store_group
 
 TENSORS, ROWS = 2_000, 64  # of the processes' checkpoint
 TIMEOUT = 600.0
-MOVED = ("sent", "received")
 Figures = dict[str, float]
 
 
@@ -54,7 +53,7 @@ def emulated_ranks(size: int) -> dict[str, Figures]:
         on_all(groups, Emulated.forget)
         answers, seconds = on_all(groups, lambda group: _core.agree(group, "call()", TIMEOUT, lambda: None))
         operations = [group.operations.total() for group in groups]
-        moved = {what: max(sum(getattr(store, what) for store in group.stores) for group in groups) for what in MOVED}
+        moved = max(group.moved for group in groups)
     if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
         raise failed[0]
     return {
@@ -91,7 +90,7 @@ def on_rank(path: str) -> dict[str, Figures]:
         call()
         seconds = time.perf_counter() - begin
         figures[what] = {"seconds": seconds, "operations": sum(sum(store.operations.values()) for store in stores)}
-        figures[what] |= {fact: sum(getattr(store, fact) for store in stores) for fact in MOVED}
+        figures[what] |= {fact: sum(getattr(store, fact) for store in stores) for fact in ("sent", "received")}
     store_group.connected = connected
     return figures
 

@@ -35,7 +35,7 @@ struct Descriptor {
   Descriptor& operator=(const Descriptor&) = delete;
 };
 
-/// Closes what was opened when nobody waited any more.
+/// Closes what was opened after the wait for it had ended.
 void close_late(ssize_t fd) {
   if (fd >= 0) ::close(static_cast<int>(fd));
 }
@@ -53,7 +53,7 @@ Changes& changes() {
 
 }  // namespace
 
-ssize_t TimedCalls::told(const Returned& returned) noexcept {
+ssize_t TimedCalls::with_errno(const Returned& returned) noexcept {
   errno = returned.error;
   return returned.result;
 }
@@ -102,7 +102,7 @@ TimedCalls::Returned TimedCalls::make(Call call, Caller::Late late) {
 ssize_t TimedCalls::on(int fd, Call call) {
   {
     const Lock lock(mutex_);
-    if (std::find(busy_.begin(), busy_.end(), fd) != busy_.end()) return told({-1, ETIMEDOUT});
+    if (std::find(busy_.begin(), busy_.end(), fd) != busy_.end()) return with_errno({-1, ETIMEDOUT});
     busy_.reserve(busy_.size() + num_on_ + 1);
     ++num_on_;
   }
@@ -114,19 +114,19 @@ ssize_t TimedCalls::on(int fd, Call call) {
   const Lock lock(mutex_);
   --num_on_;
   if (returned.left) busy_.push_back(fd);
-  return told(returned);
+  return with_errno(returned);
 }
 
 ssize_t TimedCalls::changing(const std::shared_ptr<NameChange>& change, Call call, Caller::Late late) {
   const Returned returned = make([change, call = std::move(call)] { return call(); }, std::move(late));
   if (returned.left) change->leave();
-  return told(returned);
+  return with_errno(returned);
 }
 
 int TimedCalls::open(const char* path, int flags, mode_t mode) {
   return with_memory<int>([&] {
     Call call = bound(&Syscalls::open, path, flags, mode);
-    if ((flags & (O_CREAT | O_TRUNC)) == 0) return told(make(std::move(call), close_late));
+    if ((flags & (O_CREAT | O_TRUNC)) == 0) return with_errno(make(std::move(call), close_late));
     return changing(std::make_shared<NameChange>(path), std::move(call), close_late);
   });
 }
@@ -135,9 +135,9 @@ int TimedCalls::openat(int directory, const char* name, int flags, mode_t mode) 
   return with_memory<int>([&] {
     const auto own = std::make_shared<Descriptor>();
     own->fd = ::fcntl(directory, F_DUPFD_CLOEXEC, 0);
-    if (own->fd < 0) return told({-1, errno});
+    if (own->fd < 0) return with_errno({-1, errno});
     Call call = bound(&Syscalls::openat, own->fd, name, flags, mode);
-    return told(make([own, call = std::move(call)] { return call(); }, close_late));
+    return with_errno(make([own, call = std::move(call)] { return call(); }, close_late));
   });
 }
 
@@ -150,7 +150,7 @@ int TimedCalls::close(int fd) {
     }
   }
   const auto close = [fd] { return Syscalls().close(fd); };
-  if (patience_.load().count() > 0) return static_cast<int>(told(make(close)));
+  if (patience_.load().count() > 0) return static_cast<int>(with_errno(make(close)));
   try {  // or what failed would keep its space until the process ends
     free_caller()->make_last(close);
   } catch (const std::exception&) {

@@ -74,7 +74,7 @@ class NameChange {
   bool left_ = false;
 };
 
-/// What fn() says; where there is no memory to ask, a failure.
+/// Returns what fn() does; where there is no memory for it, a failure.
 template <class Result = ssize_t, class Fn>
 Result with_memory(const Fn& fn) noexcept {
   try {
@@ -166,14 +166,14 @@ class TimedCalls : public Syscalls {
   template <class Out>
   int asked(int (Syscalls::*call)(const char*, Out*), const char* path, Out* out) {
     return with_memory<int>([&] {
-      const auto found = std::make_shared<Out>();
-      const ssize_t result = told(make([found, ask = bound(call, path, found.get())] { return ask(); }));
-      if (result == 0) *out = std::move(*found);
+      const auto answer = std::make_shared<Out>();
+      const ssize_t result = with_errno(make([answer, ask = bound(call, path, answer.get())] { return ask(); }));
+      if (result == 0) *out = std::move(*answer);
       return result;
     });
   }
 
-  static ssize_t told(const Returned& returned) noexcept;  ///< as a system call does
+  static ssize_t with_errno(const Returned& returned) noexcept;  ///< as a system call does
   Returned make(Call call, Caller::Late late = {});
   ssize_t changing(const std::shared_ptr<NameChange>& change, Call call, Caller::Late late = {});
   std::shared_ptr<Caller> free_caller();

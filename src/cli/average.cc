@@ -84,13 +84,13 @@ void print_report(const MergeReport& report, const Coefficients& coefficients, c
 }
 
 void print_json(const MergeReport& report, const Coefficients& coefficients) {
-  const auto input = [](const MergeReport::Input& one) {
-    return Json::object({{"name", one.name}, {"coefficient", one.coefficient}, {"step", one.step}});
+  const auto input_of = [](const MergeReport::Input& input) {
+    return Json::object({{"name", input.name}, {"coefficient", input.coefficient}, {"step", input.step}});
   };
   put_json(Json::object({{"formula", coefficients.formula},
                          {"sum", report.sum},
                          {"index_error", coefficients.index_error},
-                         {"inputs", Json::list(report.inputs, input)},
+                         {"inputs", Json::list(report.inputs, input_of)},
                          {"newest", report.newest},
                          {"averaged", report.averaged.size()},
                          {"taken", report.taken},

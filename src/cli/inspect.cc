@@ -223,20 +223,20 @@ Json tensors_of(const Checkpoint& checkpoint, bool with_values) {
 }
 
 Json as_json(const average::State& state) {
-  const auto schedule = [](const Schedule& one) { return Json::raw(one.to_json()); };
+  const auto json_of = [](const Schedule& schedule) { return Json::raw(schedule.to_json()); };
   return Json::object({{"step", state.counters.step},
                        {"updates", state.counters.updates},
-                       {"schedules", Json::list(state.options.schedules, schedule)}});
+                       {"schedules", Json::list(state.options.schedules, json_of)}});
 }
 
 Json as_json(const Source& source, const std::string& path, bool with_values) {
   const auto& metadata = source.checkpoint.metadata();
   const auto state = state_in(metadata);
-  const auto file = [](const StoredFile& one) { return Json(one.path); };
+  const auto path_of = [](const StoredFile& file) { return Json(file.path); };
   return Json::object({{"path", path},
                        {"name", source.label},
                        {"written_by", writer_of(source)},
-                       {"files", Json::list(source.checkpoint.files(), file)},
+                       {"files", Json::list(source.checkpoint.files(), path_of)},
                        {"metadata", Json::object(Json::Fields(metadata.begin(), metadata.end()))},
                        {"ema", state ? as_json(*state) : nullptr},
                        {"tensors", tensors_of(source.checkpoint, with_values)}});

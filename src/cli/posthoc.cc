@@ -44,11 +44,11 @@ int sweep(const PosthocOptions& options) {
     put("\n");
     return 0;
   }
-  const auto point = [](const posthoc::SweepPoint& one) {
-    return Json::object({{"sigma_rel", one.sigma_rel}, {"residual", one.residual}, {"rounding", one.rounding}});
+  const auto point_of = [](const posthoc::SweepPoint& point) {
+    return Json::object({{"sigma_rel", point.sigma_rel}, {"residual", point.residual}, {"rounding", point.rounding}});
   };
   put_json(Json::object(
-      {{"step", found.step}, {"snapshots", found.snapshots}, {"points", Json::list(found.points, point)}}));
+      {{"step", found.step}, {"snapshots", found.snapshots}, {"points", Json::list(found.points, point_of)}}));
   return 0;
 }
 
@@ -64,8 +64,9 @@ void print_plan(const posthoc::Plan& plan, const MergeReport& report, const Outp
 }
 
 void print_json(const posthoc::Plan& plan, const MergeReport& report) {
-  const auto term = [](const posthoc::Term& one) {
-    return Json::object({{"path", one.path}, {"key", one.key}, {"step", one.step}, {"coefficient", one.coefficient}});
+  const auto term_of = [](const posthoc::Term& term) {
+    return Json::object(
+        {{"path", term.path}, {"key", term.key}, {"step", term.step}, {"coefficient", term.coefficient}});
   };
   put_json(Json::object({{"target", Json::raw(plan.target.to_json())},
                          {"step", plan.step},
@@ -73,7 +74,7 @@ void print_json(const posthoc::Plan& plan, const MergeReport& report) {
                          {"variation", plan.variation},
                          {"rounding", plan.rounding},
                          {"least", plan.least},
-                         {"terms", Json::list(plan.terms, term)},
+                         {"terms", Json::list(plan.terms, term_of)},
                          {"left_out", plan.left_out},
                          {"bytes", report.bytes_written},
                          {"files", report.files}}));

@@ -348,6 +348,12 @@ TEST(Rounds, KeysStayFlatWhateverFails) {
     });
     store.ends = -1;
     store.record = nullptr;
+    // A rank that was interrupted in a round that was good, and could not wait, has ended the next one for all.
+    const bool has_ended_next = interruption.put_off > 0 && !interruption.may_wait;
+    ranks.all([&](size_t rank, Rounds& rounds) {
+      if (!has_ended_next || rank == victim) return;
+      EXPECT_TRUE(caught([&] { rounds.meet({"call"}, "", nullptr, far()); }).thrown) << i;
+    });
     for (int round = 0; round < 2; ++round)
       ranks.all([](size_t, Rounds& rounds) { caught([&] { rounds.meet({"call"}, "", nullptr, far()); }); });
     ranks.all([](size_t, Rounds& rounds) { rounds.meet({"call"}, "", nullptr, far()); });

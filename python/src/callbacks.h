@@ -23,7 +23,7 @@ inline std::chrono::steady_clock::time_point in_seconds(double seconds) {
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-/// Python that the engine calls: what it raises is everybody's error, and its own exception on this rank.
+/// Python that the engine calls: its exception is raised on this rank, and is all ranks' error.
 class Callbacks {
  public:
   /// fn(), with the GIL; `what` it is, for other ranks' messages.

@@ -280,9 +280,9 @@ class ThreadedStore final : public PyStore {
   [[noreturn]] void throw_silent(Connection& connection) {
     std::exchange(connection, nullptr)->leave();
     is_silent_ = true;
-    const std::string within = asked_ > 0 ? fmt::format(" within {:g} s", asked_) : "";
-    throw Error(Code::kTimeout, "the store of the process group did not answer" + within +
-                                    ": its host stands still, or cannot be reached");
+    throw Error(Code::kTimeout, fmt::format("the store of the process group did not answer within {:g} s: its host "
+                                            "stands still, or cannot be reached",
+                                            asked_));
   }
 
   const nb::object serve_, poll_, put_off_;

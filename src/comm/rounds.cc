@@ -168,7 +168,7 @@ class Round {
 
   /// Proposes that this rank was interrupted. Returns the verdict.
   std::string refuse() {
-    store_.answer_by(base::after(kLastWords), 0);
+    store_.answer_by(base::after(kLastWords), std::chrono::duration<double>(kLastWords).count());
     const std::string what = fmt::format("rank {} was interrupted in {}", at_.ranks[at_.index], call_.name);
     return body_of(propose(number_, failure(Code::kPeerFailed, what)));
   }

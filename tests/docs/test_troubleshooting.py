@@ -36,8 +36,10 @@ def messages() -> str:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Constant | ast.JoinedStr)
         ]
-    for path in [*(ROOT / "src").rglob("*.cc"), *(ROOT / "src").rglob("*.h"), *(ROOT / "include").rglob("*.h")]:
-        if not path.name.endswith("_test.cc"):
+    for path in sorted(
+        path for folder in ("src", "include", "python/src") for path in (ROOT / folder).rglob("*.[ch]*")
+    ):
+        if path.suffix in (".cc", ".h") and not path.name.endswith("_test.cc"):
             found.append(re.sub(r'"\s*\n\s*"', "", path.read_text()))
     return "\n".join(found)
 

@@ -188,7 +188,7 @@ def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
 
 
 class _Words:
-    """What ranks compare beside values: facts, optimizers' trees, the length of random states, the averages' state.
+    """Facts that ranks compare beside values, optimizers' trees, the length of random states, the averages' state.
     ``mine``: what this rank was given and holds, once it has looked."""
 
     def __init__(self, step: int, mine: Sequence[tuple[Given, _Mine]], team: Team) -> None:

@@ -24,6 +24,7 @@ from shardow.model.storage import engine_view
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import store_group
 from shardow.ranks.team import Team, naming
+from shardow.ranks.waiting import keep_one
 
 _UNITS = {"": 1, "B": 1} | {f"{unit}{b}": base**k for base, b in ((10**3, "B"), (2**10, "IB"))
                             for k, unit in enumerate("KMGT", 1)}  # fmt: skip
@@ -102,6 +103,8 @@ def write_in_background(
     group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
     group.begin("async_save()", team.timeout)
     save, _memory = _prepared(group, files, path, team, options)
+    if team.size > 1:
+        keep_one()
     return start(team.process_group, save, paths.to_write(path), committed if team.rank == 0 else None)
 
 

@@ -53,7 +53,7 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
 
 
 class Words(Protocol):
-    """What else ranks say in the same round."""
+    """Words that travel in the same round."""
 
     def words(self) -> bytes: ...
 

@@ -86,9 +86,19 @@ def _done(jobs: _Jobs) -> None:
     _idle.append(jobs) if len(_idle) < _MOST_IDLE else jobs.put(None)
 
 
+def keep_one() -> None:
+    """Has a thread ready for waits at the interpreter's end."""
+    if not _idle:
+        _done(_started())
+
+
 def _free() -> _Jobs:
     with contextlib.suppress(IndexError):
         return _idle.pop()
+    return _started()
+
+
+def _started() -> _Jobs:
     jobs: _Jobs = queue.SimpleQueue()
     threading.Thread(target=_work, args=(jobs,), name="shardow waits", daemon=True).start()
     return jobs

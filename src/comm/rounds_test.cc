@@ -285,31 +285,28 @@ TEST(Rounds, WhoIsInterruptedAnywhereTellsTheOthers) {
   }
 }
 
+/// Returns in what a rank waited that is interrupted when it waits for the verdict.
+std::string waited(Ranks& ranks, size_t rank) {
+  TestInterruption::Record interruption{true};
+  ranks.stores[rank]->ends = 2;
+  ranks.stores[rank]->record = &interruption;
+  try {
+    ranks.rounds[rank]->meet({"call"}, "", nullptr, far());
+  } catch (const std::runtime_error& raised) {
+    return raised.what();
+  }
+  return "nothing was thrown";
+}
+
 TEST(Rounds, WhoIsInterruptedSaysForWhomItWaited) {
   Ranks ranks(3);
-  TestInterruption::Record interruption{true};
-  ranks.stores[1]->ends = 2;
-  ranks.stores[1]->record = &interruption;
-  try {
-    ranks.rounds[1]->meet({"call"}, "", nullptr, far());
-    ADD_FAILURE() << "nothing was thrown";
-  } catch (const std::runtime_error& raised) {
-    EXPECT_STREQ(raised.what(), "call: waited for rank(s) [0, 2]");
-  }
+  EXPECT_EQ(waited(ranks, 1), "call: waited for rank(s) [0, 2]");
 }
 
 TEST(Rounds, WhoIsInterruptedWhereTheStoreIsGoneLeaves) {
   Ranks ranks(2);
-  TestInterruption::Record interruption{true};
-  ranks.stores[0]->ends = 2;
-  ranks.stores[0]->record = &interruption;
   ranks.stores[0]->is_gone = true;
-  try {
-    ranks.rounds[0]->meet({"call"}, "", nullptr, far());
-    ADD_FAILURE() << "nothing was thrown";
-  } catch (const std::runtime_error& raised) {
-    EXPECT_STREQ(raised.what(), "call: the ranks' store does not answer");
-  }
+  EXPECT_EQ(waited(ranks, 0), "call: the ranks' store does not answer");
 }
 
 TEST(Rounds, WhoRefusesEndsTheNextRound) {

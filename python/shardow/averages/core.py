@@ -103,7 +103,7 @@ class Averages:
         updates. ``asked()``: what the call was asked for, which must be equal on all ranks."""
 
         facts: dict[str, Any] = {}
-        states = _state.StateRound(what, self.team, lambda: self.engine.state(), facts)
+        states = self.state_round(what, facts)
         results: list[T] = []
 
         def check() -> bytes:
@@ -141,9 +141,13 @@ class Averages:
             return [common_of(one.local) for one in self.tracked_weights()] if self.splits else []
 
         way_out = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
-        states = _state.StateRound(what, self.team, lambda: self.engine.state(), facts)
+        states = self.state_round(what, facts)
         self.in_force(states.state_of_all(check_equal(what, find, self.team, way_out, states)))
         return self.keys.index(facts["decay"])
+
+    def state_round(self, what: str, facts: Facts) -> _state.StateRound:
+        """A round in which the averages' ranks compare their states."""
+        return _state.StateRound(what, self.team, lambda: self.engine.state(), facts)
 
     def in_force(self, state: str) -> str:
         """``state``, which ranks have compared."""
@@ -169,7 +173,7 @@ class Averages:
             weights = set(self.view.parameters)
             return chain(common, (common_of(one) for one in others() if one in weights))
 
-        states = _state.StateRound(what, self.team, lambda: self.engine.state(), facts)
+        states = self.state_round(what, facts)
         return self.in_force(states.state_of_all(check_equal(what, find, self.team, DIFFERENT_WEIGHTS, states)))
 
     def tracked_weights(self) -> list[Tracked]:

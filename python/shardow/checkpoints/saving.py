@@ -24,7 +24,6 @@ from torch import nn
 from shardow import _core
 from shardow.averages.core import Averages
 from shardow.averages.persistence import common_beside, to_save_beside
-from shardow.averages.state import StateRound
 from shardow.base import plain
 from shardow.base.checks import instance, invalid
 from shardow.checkpoints import generators, manifest
@@ -203,7 +202,7 @@ class _Words:
     def words(self) -> bytes:
         (given, found), averages = self._mine[0], self.compared
         self._facts = _facts(self._step, found, [] if given.averages is None else list(given.averages._averages.keys))
-        self._states = None if averages is None else StateRound(WHAT, self._team, averages.engine.state, {})
+        self._states = None if averages is None else averages.state_round(WHAT, {})
         own = _WORDS.pack(_digest(self._facts), _digest(found.trees), len(found.random))
         return own + (self._states.words() if self._states else b"")
 

@@ -49,9 +49,9 @@ Figures = dict[str, float]
 def emulated_ranks(size: int) -> dict[str, Figures]:
     """Of the worst rank."""
     with emulated(size) as groups:
-        on_all(groups, lambda group: _core.agree(group, "warm", TIMEOUT, lambda: None))
+        on_all(groups, lambda group: group.agree("warm", TIMEOUT, lambda: None))
         on_all(groups, Emulated.forget)
-        answers, seconds = on_all(groups, lambda group: _core.agree(group, "call()", TIMEOUT, lambda: None))
+        answers, seconds = on_all(groups, lambda group: group.agree("call()", TIMEOUT, lambda: None))
         operations = [group.operations.total() for group in groups]
         moved = max(group.moved for group in groups)
     if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
@@ -76,7 +76,7 @@ def on_rank(path: str) -> dict[str, Figures]:
     names = [f"layers.{i}.weight" for i in range(TENSORS)]
     state = {name: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for name in names}
     calls = {
-        "agree": lambda: _core.agree(group, "call()", TIMEOUT, lambda: None),
+        "agree": lambda: group.agree("call()", TIMEOUT, lambda: None),
         "save": lambda: shardow.save(state, path),
         "load": lambda: shardow.load(state, path),
     }

@@ -274,8 +274,8 @@ class EMA:
         Returns:
             dict: {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
-        files, options = persistence.files_to_save(self._averages, "save()", max_shard_size, metadata)
-        return engine.write(files, path, self._averages.team, progress=progress, **options)
+        saving = persistence.Saving(self._averages, "save()", max_shard_size, metadata)
+        return engine.write(saving.find, path, self._averages.team, saving, progress=progress)
 
     def async_save(
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
@@ -283,8 +283,8 @@ class EMA:
     ) -> SaveHandle:  # fmt: skip
         """save() that returns when this rank's averages are copied, so that training and updates go on; see
         shardow.async_save(). Collective."""
-        files, options = persistence.files_to_save(self._averages, "async_save()", max_shard_size, metadata)
-        return engine.write_in_background(files, path, self._averages.team, progress=progress, **options)
+        saving = persistence.Saving(self._averages, "async_save()", max_shard_size, metadata)
+        return engine.write_in_background(saving.find, path, self._averages.team, saving, progress=progress)
 
     def load(
         self,

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core.h"
+#include "file/environment.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
 
@@ -23,18 +24,21 @@ inline std::chrono::steady_clock::time_point in_seconds(double seconds) {
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-/// Python that the engine calls: its exception is raised on this rank, and is all ranks' error.
+/// Python that the engine calls: its exception is raised on this rank, and is all ranks' error. It goes on where this
+/// was made: what it opens may outlive the operation, whose calls do not.
 class Callbacks {
  public:
-  /// fn(), with the GIL; `what` it is, for other ranks' messages.
+  /// fn(), with the GIL; `what` it is, for other ranks' messages. `as_such`: other ranks' error is of our exceptions'
+  /// own kind.
   template <class Fn>
-  auto call(const char* what, Fn fn) {
+  auto call(const char* what, Fn fn, bool as_such = true) {
+    const file::InEnvironment outside(&outside_);
     const nanobind::gil_scoped_acquire gil;
     try {
       return fn();
     } catch (const nanobind::python_error& error) {
       raised_ = std::current_exception();
-      throw_if_ours(error);
+      if (as_such) throw_if_ours(error);
       throw Error(Code::kPeerFailed, what + without_stack(error));
     }
   }
@@ -59,6 +63,7 @@ class Callbacks {
   }
 
  private:
+  const Environment outside_ = file::environment_here();
   std::exception_ptr raised_;
 };
 

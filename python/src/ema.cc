@@ -33,36 +33,6 @@ std::vector<std::pair<std::string, Texts>> files_of(const Average& average, cons
   return files;
 }
 
-/// ema::Loading, and who is told of progress.
-class Loading {
- public:
-  Loading(Group& group, Average& average, const std::vector<Checkpoint>& files, const std::filesystem::path& where,
-          OptionsFrom from, bool strict, bool verify, double timeout, nb::object progress)
-      : told_(std::move(progress)) {
-    LoadOptions options = reading(strict, verify, false, timeout, callbacks_.progress(told_));
-    const nb::gil_scoped_release release;
-    loading_ = std::make_unique<ema::Loading>(group, average, files, where.string(), std::move(options), from);
-  }
-
-  nb::tuple take() {
-    EmaLoadReport report;
-    callbacks_.run([&] { report = loading_->take(); });
-    nb::dict result;
-    result["missing"] = report.missing;
-    result["unexpected"] = report.unexpected;
-    result["bytes_read"] = report.bytes_read;
-    result["seconds"] = report.seconds;
-    nb::list changed;
-    for (const auto& [name, file, own] : report.changed) changed.append(nb::make_tuple(name, file, own));
-    return nb::make_tuple(result, changed);
-  }
-
- private:
-  nb::object told_;
-  Callbacks callbacks_;
-  std::unique_ptr<ema::Loading> loading_;
-};
-
 }  // namespace
 
 void bind_ema(nb::module_& m) {
@@ -96,12 +66,12 @@ void bind_ema(nb::module_& m) {
           "words", [](const ema::StateWords& own) { return to_bytes(own.words()); }, "For the round.")
       .def(
           "sum_up",
-          [](const ema::StateWords& own, const nb::list& everybody) {
+          [](const ema::StateWords& own, const nb::list& by_rank) {
             std::vector<std::string> words;
-            for (nb::handle text : everybody) words.push_back(text_of(text));
+            for (nb::handle text : by_rank) words.push_back(text_of(text));
             return to_bytes(own.sum_up(words));
           },
-          "everybody"_a, "Of all ranks' words, on one rank. Raises where ranks have made other updates.")
+          "by_rank"_a, "Of all ranks' words, on one rank. Raises where ranks have made other updates.")
       .def(
           "state_of_all",
           [](ema::StateWords& own, Group& group, const nb::bytes& sum, double timeout) {
@@ -119,21 +89,27 @@ void bind_ema(nb::module_& m) {
       },
       "theirs"_a, "own"_a, "options"_a, "where"_a,
       "The key in a saved EMA of each average here; raises where their numbers differ.");
-  m.def(
-      "open_ema",
-      [](Group& group, const Average& average, const std::filesystem::path& path, OptionsFrom from, double timeout) {
-        return ema::open(group, average, path, from, milliseconds(timeout));
-      },
-      "group"_a, "average"_a, "path"_a, "options"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(),
-      "The files of a saved EMA, in the order of the averages. Collective.");
-  nb::class_<Loading>(
-      m, "Loading",
-      "Averages that fit what is about to be loaded into them. Making it is collective, and so is take().")
-      .def(nb::init<Group&, Average&, const std::vector<Checkpoint>&, const std::filesystem::path&, OptionsFrom, bool,
-                    bool, double, nb::object>(),
-           "group"_a, "average"_a, "files"_a, "where"_a, "options"_a, "strict"_a = true, "verify"_a = true,
-           "timeout"_a = 600.0, "progress"_a = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
-      .def("take", &Loading::take, "(report, [(name, there, here)] of the options that are others now)");
+  nb::class_<ema::Loading>(m, "Loading", "Averages that go on from saved ones: what one rank does in a load_files().")
+      .def(nb::init<Average&, OptionsFrom>(), "average"_a, "options"_a, nb::keep_alive<1, 2>())
+      .def("names_at", &ema::Loading::names_at, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Of the files there, in the order of the averages; [] where the path is the file.")
+      .def(
+          "check",
+          [](ema::Loading& loading, const std::vector<Checkpoint>& files, const std::filesystem::path& where) {
+            file::Catalogs catalogs;
+            for (const Checkpoint& file : files) catalogs.push_back(file::Inside::shared(file));
+            loading.choose(catalogs, where.string(), true);
+          },
+          "files"_a, "where"_a, "Raises what does not fit. `files`: in the order of the averages.")
+      .def("begin", &ema::Loading::begin, "rank"_a, "Takes the state.")
+      .def_prop_ro(
+          "changed",
+          [](const ema::Loading& loading) {
+            nb::list changed;
+            for (const auto& [name, file, own] : loading.changed()) changed.append(nb::make_tuple(name, file, own));
+            return changed;
+          },
+          "[(name, there, here)] of the options that are others now.");
 }
 
 }  // namespace shardow::python

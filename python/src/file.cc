@@ -16,6 +16,7 @@
 #include "base/files.h"
 #include "callbacks.h"
 #include "core.h"
+#include "file/call.h"
 #include "file/crc.h"
 #include "file/header.h"
 #include "file/load.h"
@@ -42,20 +43,53 @@ nb::dict as_dict(const SaveReport& report) {
   return result;
 }
 
+file::Request request_of(std::vector<SaveFile> files, const base::Path& path, const std::optional<std::string>& dtype,
+                         int64_t max_shard_size, bool checksums, const Strings& texts, const std::string& commit) {
+  auto options = writing<SaveOptions>(dtype, max_shard_size, {}, 0.0, {});
+  options.texts = texts;
+  options.commit = commit;
+  options.checksums = checksums;
+  return {std::move(files), path, std::move(options)};
+}
+
+/// By words() and sum_up() of `compared`, which must outlive it.
+comm::Comparison comparison(Callbacks& callbacks, const nb::object& compared) {
+  const auto words = [&] {
+    return callbacks.call(
+        "", [&] { return text_of(compared.attr("words")()); }, false);
+  };
+  const auto sum_up = [&](const std::vector<std::string>& words) {
+    return callbacks.call("", [&] {
+      nb::list by_rank;
+      for (const std::string& one : words) by_rank.append(to_bytes(one));
+      return text_of(compared.attr("sum_up")(by_rank));
+    });
+  };
+  return {words, sum_up};
+}
+
 /// StagedSave and what it refers to: the group, and who is told of progress.
 class Save {
  public:
-  Save(nb::object group, const std::vector<SaveFile>& files, const base::Path& path,
-       const std::optional<std::string>& dtype, int64_t max_shard_size, const Strings& metadata, bool checksums,
-       double timeout, nb::object progress, const Strings& texts, const std::string& commit)
-      : group_(std::move(group)), told_(std::move(progress)) {
-    auto options = writing<SaveOptions>(dtype, max_shard_size, metadata, timeout, callbacks_.progress(told_));
-    options.texts = texts;
-    options.commit = commit;
-    options.checksums = checksums;
+  Save(nb::object group, const nb::callable& request, double timeout, const nb::object& compared)
+      : group_(std::move(group)) {
+    const auto ask = [&] {
+      const auto asked = nb::cast<nb::tuple>(request());
+      told_ = asked[1];
+      auto own = std::move(nb::cast<file::Request&>(asked[0]));
+      own.options.progress = callbacks_.progress(told_);
+      return own;
+    };
+    file::SaveCall call{[&] { return callbacks_.call("", ask, false); }};
+    if (!compared.is_none()) {
+      call.compared = comparison(callbacks_, compared);
+      call.metadata = [&](const std::string& sum) {
+        return callbacks_.call(
+            "", [&] { return nb::cast<std::vector<Strings>>(compared.attr("metadata")(to_bytes(sum))); });
+      };
+    }
     Group& ranks = nb::cast<Group&>(group_);
-    const nb::gil_scoped_release release;
-    save_ = std::make_unique<StagedSave>(ranks, files, path, options);
+    callbacks_.run([&] { save_ = call.begin(ranks, milliseconds(timeout)); });
   }
 
   size_t staging_bytes() const { return save_->staging_bytes(); }
@@ -87,29 +121,45 @@ class LockedPath {
   std::unique_ptr<file::PathLock> lock_;
 };
 
-nb::dict load_python(Group& group, const std::vector<TensorView>& tensors, const Checkpoint& checkpoint, bool strict,
-                     bool verify, bool check_only, double timeout, const nb::object& progress) {
-  Callbacks callbacks;
-  const LoadOptions options = reading(strict, verify, check_only, timeout, callbacks.progress(progress));
-  LoadReport report;
-  callbacks.run([&] { report = file::load_from(group, tensors, file::Inside::of(checkpoint), options); });
-  return dict_of(report);
+nb::list list_of(const std::vector<LoadReport>& reports) {
+  nb::list all;
+  for (const LoadReport& report : reports) all.append(dict_of(report));
+  return all;
 }
 
-nb::dict load_chosen(Group& group, const base::Path& path, const nb::callable& choose, bool verify, bool check_only,
-                     double timeout, const nb::object& progress) {
+/// A load whose steps are the methods of `steps`.
+nb::list load_files(Group& group, const nb::object& steps, bool verify, bool check_only, double timeout,
+                    const nb::object& progress) {
   Callbacks callbacks;
   const LoadOptions options = reading(true, verify, check_only, timeout, callbacks.progress(progress));
-  const auto chosen = [&](const std::shared_ptr<const file::Catalog>& catalog) {
+  file::LoadCall call;
+  call.compared = comparison(callbacks, steps);
+  call.find = [&] {
     return callbacks.call("", [&] {
-      auto [views, strict] =
-          nb::cast<std::pair<std::vector<TensorView>, bool>>(choose(nb::cast(file::Inside::make(catalog))));
-      return file::Chosen{std::move(views), strict};
+      auto [path, names, words] =
+          nb::cast<std::tuple<base::Path, std::vector<std::string>, nb::bytes>>(steps.attr("find")());
+      return file::Location{std::move(path), std::move(names), text_of(words)};
     });
   };
-  LoadReport report;
-  callbacks.run([&] { report = file::load_chosen(group, path, chosen, options); });
-  return dict_of(report);
+  call.choose = [&](const std::string& words, const file::Catalogs& catalogs) {
+    return callbacks.call("", [&] {
+      nb::list files;
+      for (const auto& catalog : catalogs) files.append(nb::cast(file::Inside::make(catalog)));
+      std::vector<file::Chosen> chosen;
+      for (const nb::handle file : steps.attr("choose")(to_bytes(words), files)) {
+        auto [views, strict] = nb::cast<std::pair<std::vector<TensorView>, bool>>(file);
+        chosen.push_back({std::move(views), strict});
+      }
+      return chosen;
+    });
+  };
+  call.begin = [&](const std::vector<LoadReport>& reports) {
+    callbacks.call("", [&] { steps.attr("begin")(list_of(reports)); });
+  };
+  call.end = [&] { callbacks.call("", [&] { steps.attr("end")(); }); };
+  std::vector<LoadReport> reports;
+  callbacks.run([&] { reports = call.run(group, options); });
+  return list_of(reports);
 }
 
 nb::dict tensors_in(const Checkpoint& checkpoint) {
@@ -137,13 +187,26 @@ void bind_file(nb::module_& m) {
       m, "SaveFile",
       "One of the files that a save makes: its name (empty: named as Hugging Face does), tensors and metadata.")
       .def(nb::init<std::string, std::vector<TensorView>, Strings>(), "name"_a, "tensors"_a, "metadata"_a = Strings());
+  nb::class_<file::Request>(m, "SaveRequest", "What one rank is asked to save; see include/shardow/checkpoint.h.")
+      .def(
+          "__init__",
+          [](file::Request* memory, std::vector<SaveFile> files, const base::Path& path,
+             const std::optional<std::string>& dtype, int64_t max_shard_size, bool checksums, const Strings& texts,
+             const std::string& commit) {
+            new (memory)
+                file::Request(request_of(std::move(files), path, dtype, max_shard_size, checksums, texts, commit));
+          },
+          "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "checksums"_a = true,
+          "texts"_a = Strings(), "commit"_a = "");
   nb::class_<Save>(
       m, "Save",
       "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
-      .def(nb::init<nb::object, const std::vector<SaveFile>&, const base::Path&, const std::optional<std::string>&,
-                    int64_t, const Strings&, bool, double, nb::object, const Strings&, const std::string&>(),
-           "group"_a, "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "metadata"_a = Strings(),
-           "checksums"_a = true, "timeout"_a = 600.0, "progress"_a = nb::none(), "texts"_a = Strings(), "commit"_a = "")
+      .def(nb::init<nb::object, const nb::callable&, double, const nb::object&>(), "group"_a, "request"_a,
+           "timeout"_a = 600.0, "compared"_a = nb::none(),
+           "`request()` returns this rank's SaveRequest, and who is told of progress or None; what it raises ends the "
+           "save on all ranks. Then ranks compare: "
+           "`compared.words()` are this rank's, `compared.sum_up(words)` is made on one rank of all ranks', and "
+           "`compared.metadata(sum)`, on every rank, returns more metadata of each file.")
       .def_prop_ro("staging_bytes", &Save::staging_bytes)
       .def("stage", &Save::stage, "memory"_a, "bytes"_a, "Copies what this rank will write to an address.")
       .def("write", &Save::write);
@@ -170,13 +233,12 @@ void bind_file(nb::module_& m) {
       .def_prop_ro("metadata", &Checkpoint::metadata, "of the first file")
       .def("read", nb::overload_cast<const TensorView&>(&Checkpoint::read, nb::const_), "view"_a,
            nb::call_guard<nb::gil_scoped_release>(), "Fills a view from the tensor of its name.");
-  m.def("load", &load_python, "group"_a, "tensors"_a, "checkpoint"_a, "strict"_a = true, "verify"_a = true,
-        "check_only"_a = false, "timeout"_a = 600.0, "progress"_a = nb::none(),
-        "Collective; see include/shardow/checkpoint.h.");
-  m.def("load_chosen", &load_chosen, "group"_a, "path"_a, "choose"_a, "verify"_a = true, "check_only"_a = false,
-        "timeout"_a = 600.0, "progress"_a = nb::none(),
-        "load() from a path. choose(checkpoint) -> (tensors, strict), on every rank; what it raises is raised on all. "
-        "Collective.");
+  m.def(
+      "load_files", &load_files, "group"_a, "steps"_a, "verify"_a = true, "check_only"_a = false, "timeout"_a = 600.0,
+      "progress"_a = nb::none(),
+      "A load of one or several files by the methods of `steps`: LoadCall in src/file/load.h. words(), sum_up(words); "
+      "find() -> (path, names, words), on rank 0; choose(words, [Checkpoint]) -> [(tensors, strict)]; begin(reports); "
+      "end(). What one raises on one rank is raised on all. Returns reports by file. Collective.");
   nb::class_<LockedPath>(m, "LockedPath", "While it is held, no save to a path begins.")
       .def(nb::init<base::Path>(), "path"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Raises DeadlineError where a living save holds the path, IoError where the lock's file cannot be made.")

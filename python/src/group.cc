@@ -91,11 +91,11 @@ struct PyGroup final : comm::StoreGroup {
 /// Returns a decision that Python makes of all ranks' words. Its exception is all ranks' error, or interrupts the
 /// round.
 template <class Fn>
-auto weighed(Group& group, const std::vector<std::string>& everybody, Fn fn) {
+auto weighed(Group& group, const std::vector<std::string>& by_rank, Fn fn) {
   const nb::gil_scoped_acquire gil;
   try {
     nb::list all;
-    for (const std::string& words : everybody) all.append(to_bytes(words));
+    for (const std::string& words : by_rank) all.append(to_bytes(words));
     return fn(all);
   } catch (nb::python_error& raised) {
     throw_if_ours(raised);
@@ -129,7 +129,7 @@ std::pair<nb::bytes, nb::bytes> decide(Group& group, const nb::bytes& mine, cons
   {
     const std::string_view data(mine.c_str(), mine.size());
     const nb::gil_scoped_release release;
-    const auto choose = [&](const auto& everybody) { return weighed(group, everybody, made_by); };
+    const auto choose = [&](const auto& by_rank) { return weighed(group, by_rank, made_by); };
     answer = group.decide(data, choose, in_seconds(timeout));
   }
   return {to_bytes(answer.common), to_bytes(answer.own)};
@@ -148,51 +148,37 @@ nb::bytes compare_set(comm::StoreGroup& group, const std::string& key, const std
   return to_bytes(value);
 }
 
-/// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once,
-/// without a word to the others. `words_of`: of the result of fn(), for `sum_up`. Returns the result, and the sum.
-std::pair<nb::object, std::string> agree_in_python(Group& group, const std::string& call, double timeout,
-                                                   const nb::callable& fn, double behind,
-                                                   std::string (*words_of)(nb::handle), const comm::SumUp& sum_up) {
+/// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once, without
+/// a word to the others.
+nb::bytes agree_on(Group& group, const std::string& call, double timeout, const nb::callable& fn,
+                   const nb::callable& weigh, double behind) {
   constexpr double kToTell = 1;
-  nb::object result;
   std::exception_ptr raised;
   std::string message, words, common;
   double patience = timeout + behind;
   try {
-    result = fn();
-    words = words_of(result);
+    words = text_of(fn());
   } catch (const nb::python_error& error) {
     if (!error.matches(PyExc_Exception)) throw;
     raised = std::current_exception();
     message = without_stack(error);
     if (error.matches(PyExc_TimeoutError)) patience = std::min(timeout, kToTell);  // it has waited for others already
   }
+  const auto step = [&] {
+    if (raised) throw std::runtime_error(message);
+    return words;
+  };
+  const auto sum_up = [&](const std::vector<std::string>& all) {
+    return weighed(group, all, [&](const nb::list& by_rank) { return text_of(weigh(by_rank)); });
+  };
   try {
     const nb::gil_scoped_release release;
     group.begin(call, milliseconds(timeout));
-    const auto step = [&] {
-      if (raised) throw std::runtime_error(message);
-      return words;
-    };
     common = comm::agree_on(group, in_seconds(patience), step, sum_up);
   } catch (...) {
     if (raised) std::rethrow_exception(raised);
     throw;
   }
-  return {std::move(result), std::move(common)};
-}
-
-nb::object agree(Group& group, const std::string& call, double timeout, const nb::callable& fn, double behind) {
-  const auto nothing = [](nb::handle) { return std::string(); };
-  return agree_in_python(group, call, timeout, fn, behind, nothing, comm::of_first).first;
-}
-
-nb::bytes agree_on(Group& group, const std::string& call, double timeout, const nb::callable& fn,
-                   const nb::callable& weigh) {
-  const auto sum_up = [&](const std::vector<std::string>& words) {
-    return weighed(group, words, [&](const nb::list& all) { return text_of(weigh(all)); });
-  };
-  const std::string common = agree_in_python(group, call, timeout, fn, 0.0, text_of, sum_up).second;
   return to_bytes(common);
 }
 
@@ -232,15 +218,12 @@ void bind_group(nb::module_& m) {
       .def("compare_set", &compare_set, "key"_a, "expected"_a, "desired"_a, "timeout"_a,
            "The store's own, of other keys.");
   m.def("solo", &solo, "A group of one rank, which never waits.");
-  m.def("agree", &agree, "group"_a, "call"_a, "timeout"_a, "fn"_a, "behind"_a = 0.0,
-        "Runs fn on every rank and returns what it returned, or raises on all ranks if it raised on any: its own error "
-        "where it did, "
-        "ConnectionError elsewhere. `timeout`, in seconds, begins when fn is done, and `behind` beyond it for a rank "
-        "that does wait; one "
-        "whose fn raised TimeoutError waits a second at most. Collective; `call` is its name in messages.");
-  m.def("agree_on", &agree_on, "group"_a, "call"_a, "timeout"_a, "fn"_a, "weigh"_a,
-        "agree(), in the same round with what weigh() makes, on one rank, of the bytes that fn returned on each; empty "
-        "where all are.");
+  m.def("agree_on", &agree_on, "group"_a, "call"_a, "timeout"_a, "fn"_a, "weigh"_a, "behind"_a = 0.0,
+        "Runs fn on every rank, or raises on all ranks if it raised on any: its own error where it did, "
+        "ConnectionError elsewhere. Returns what weigh() makes, on one rank, of the bytes that fn returned on each; "
+        "empty where all are. `timeout`, in seconds, begins when fn is done, and `behind` beyond it for a rank that "
+        "does wait; one whose fn raised TimeoutError waits a second at most. Collective; `call` is its name in "
+        "messages.");
 }
 
 }  // namespace shardow::python

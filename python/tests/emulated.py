@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from shardow import _core
 from shardow.ranks.store_group import StoreGroup
 
 _STACK = 512 << 10  # bytes of a thread's
@@ -58,6 +59,17 @@ def _bytes_in(value: Any) -> int:
 
 class Emulated(StoreGroup):
     """One rank. ``store``: a connection to the one of all ranks. ``stores``: its own, which are counted."""
+
+    def agree(self, call: str, timeout: float, fn: Callable[[], Any] = lambda: None) -> Any:
+        """Returns fn() of this rank, as Team.agree()."""
+        done: list[Any] = []
+
+        def step() -> bytes:
+            done.append(fn())
+            return b""
+
+        _core.agree_on(self, call, timeout, step, lambda _: b"")
+        return done[0]
 
     def __init__(self, rank: int, size: int, store: Any, name: str) -> None:
         self.prefix = f"shardow/{name}"

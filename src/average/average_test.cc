@@ -3,7 +3,7 @@
 #include "shardow/average.h"
 
 #include "average/average_fixture.h"
-#include "base/allocations.h"
+#include "base/allocations_fixture.h"
 
 namespace shardow {
 namespace {

@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "average/average_fixture.h"
-#include "base/allocations.h"
+#include "base/allocations_fixture.h"
 #include "shardow/average.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)

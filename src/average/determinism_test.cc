@@ -8,7 +8,7 @@
 #endif
 
 #include "average/average_fixture.h"
-#include "base/allocations.h"
+#include "base/allocations_fixture.h"
 #include "shardow/average.h"
 
 namespace shardow {

@@ -29,12 +29,12 @@ std::string swap_facts(size_t k, int64_t updates, std::span<const TensorView> vi
   return out.bytes();
 }
 
-std::string other_views(const std::vector<std::string>& everybody) {
-  comm::Receiver zero(everybody[0]);
+std::string other_views(const std::vector<std::string>& by_rank) {
+  comm::Receiver zero(by_rank[0]);
   const int64_t k = zero.number(), updates = zero.number(), digest = zero.number();
   bool same = true;
-  for (size_t rank = 1; rank < everybody.size(); ++rank) {
-    comm::Receiver other(everybody[rank]);
+  for (size_t rank = 1; rank < by_rank.size(); ++rank) {
+    comm::Receiver other(by_rank[rank]);
     if (const int64_t theirs = other.number(); theirs != k)
       base::fail(Code::kInvalidArgument, "replica 0 calls swap_in({}) where replica {} calls swap_in({})", k, rank,
                  theirs);
@@ -51,9 +51,9 @@ std::string other_views(const std::vector<std::string>& everybody) {
 }
 
 void refuse_views(Group& replicas, std::span<const TensorView> views, Deadline deadline) {
-  const std::vector<std::string> everybody = replicas.all_gather(described(views), deadline);
-  for (size_t rank = 1; rank < everybody.size(); ++rank) {
-    comm::Receiver first(everybody[0]), other(everybody[rank]);
+  const std::vector<std::string> by_rank = replicas.all_gather(described(views), deadline);
+  for (size_t rank = 1; rank < by_rank.size(); ++rank) {
+    comm::Receiver first(by_rank[0]), other(by_rank[rank]);
     while (!first.done() || !other.done()) {
       const std::string nothing = "nothing";
       const std::string name = first.done() ? nothing : first.text(), is = first.done() ? "" : first.text();

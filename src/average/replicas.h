@@ -16,7 +16,7 @@ std::string swap_facts(size_t k, int64_t updates, std::span<const TensorView> vi
 
 /// Of `everybody`, their swap_facts(), before they overwrite each other's memory: throws kInvalidArgument where they
 /// are in different swaps or have made other updates. Not empty where their views are not the same.
-std::string other_views(const std::vector<std::string>& everybody);
+std::string other_views(const std::vector<std::string>& by_rank);
 
 /// Throws kInvalidArgument that names the first view that is another one. Collective.
 [[noreturn]] void refuse_views(Group& replicas, std::span<const TensorView> views, Deadline deadline);

@@ -3,7 +3,7 @@
 
 #include "average/average_fixture.h"
 #include "average/driver.h"
-#include "base/allocations.h"
+#include "base/allocations_fixture.h"
 #include "shardow/average.h"
 
 namespace shardow {

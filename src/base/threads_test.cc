@@ -13,7 +13,7 @@
 #include <string>
 #include <thread>
 
-#include "base/allocations.h"
+#include "base/allocations_fixture.h"
 #include "base/errors.h"
 
 namespace shardow::base {

@@ -82,7 +82,7 @@ struct Failed {
   std::string message;
 };
 
-/// What everybody returned, and who threw.
+/// Reads what all ranks returned, and who threw.
 std::pair<std::vector<std::string>, std::vector<Failed>> read(const std::vector<std::string>& statuses) {
   std::vector<std::string> returned;
   std::vector<Failed> failed;
@@ -161,16 +161,16 @@ std::string agree_on(Group& group, Deadline deadline, const std::function<std::s
   throw Error(static_cast<Code>(code), in.text(), error);
 }
 
-std::string of_first(const std::vector<std::string>& everybody) {
-  return everybody.front();
+std::string of_first(const std::vector<std::string>& by_rank) {
+  return by_rank.front();
 }
 
 }  // namespace comm
 
 Group::Answer Group::decide(std::string_view mine, const Decide& decide, Deadline deadline) {
-  const std::vector<std::string> everybody = all_gather(mine, deadline);
-  if (std::all_of(everybody.begin(), everybody.end(), [](const std::string& one) { return one.empty(); })) return {};
-  Decision made = decide(everybody);
+  const std::vector<std::string> by_rank = all_gather(mine, deadline);
+  if (std::all_of(by_rank.begin(), by_rank.end(), [](const std::string& one) { return one.empty(); })) return {};
+  Decision made = decide(by_rank);
   return {std::move(made.common),
           made.each.empty() ? std::string() : std::move(made.each.at(static_cast<size_t>(rank())))};
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/turns.h"
+#include "comm/agree.h"
 #include "shardow/group.h"
 
 namespace shardow::comm {
@@ -36,8 +37,8 @@ class Parts {
 
   /// Calls `part`, which takes about a second at most, until it is done on every rank, and agree()s on each. Progress
   /// is told on rank 0 in the step after the one that it is about, so that a callback that throws stops all ranks at
-  /// once.
-  void run(const std::function<Part()>& part);
+  /// once. `last`: what ranks compare when all are done; its words are asked for once, when this rank is.
+  void run(const std::function<Part()>& part, const Comparison& last = {});
 
   /// What run() has not told yet; to be called in a step after it.
   void tell();

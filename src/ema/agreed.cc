@@ -106,10 +106,11 @@ struct First {
   int64_t sum;
 };
 
-Group::Decision refuse(const std::vector<std::string>& everybody) {
+/// Throws for the first copies that differ.
+Group::Decision differing(const std::vector<std::string>& by_rank) {
   std::map<std::pair<std::string, std::string>, First> first;
-  for (size_t rank = 0; rank < everybody.size(); ++rank) {
-    for (Receiver in(everybody[rank]); !in.done();) {
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    for (Receiver in(by_rank[rank]); !in.done();) {
       std::string name = in.text(), region = in.text();
       const int64_t sum = in.number();
       const auto [found, is_new] = first.try_emplace({std::move(name), std::move(region)}, First{rank, sum});
@@ -121,7 +122,7 @@ Group::Decision refuse(const std::vector<std::string>& everybody) {
                  found->first.first, found->second.rank, rank);
     }
   }
-  base::fail(Code::kInternal, "save(): sums of copies differ, and no copy does");
+  return {};
 }
 
 }  // namespace
@@ -136,10 +137,10 @@ std::string said(const Facts& facts, const std::string& state) {
   return out.bytes();
 }
 
-void check_same(std::string_view call, const std::vector<std::string>& everybody) {
-  for (size_t rank = 1; rank < everybody.size(); ++rank) {
-    if (everybody[rank] == everybody[0]) continue;
-    const auto found = difference(unpack(everybody[0]), unpack(everybody[rank]));
+void check_same(std::string_view call, const std::vector<std::string>& by_rank) {
+  for (size_t rank = 1; rank < by_rank.size(); ++rank) {
+    if (by_rank[rank] == by_rank[0]) continue;
+    const auto found = difference(unpack(by_rank[0]), unpack(by_rank[rank]));
     if (!found)
       fail(Code::kInternal, "{}: rank {} says something else than rank 0, in nothing that has a name", call, rank);
     fail(Code::kInvalidArgument, "{}: ranks disagree. {} is {} on rank 0 and {} on rank {}", call, found->name,
@@ -158,11 +159,11 @@ StateWords::StateWords(std::string_view call, const std::string& own, const Fact
   words_ = out.bytes();
 }
 
-std::string StateWords::sum_up(const std::vector<std::string>& everybody) const {
+std::string StateWords::sum_up(const std::vector<std::string>& by_rank) const {
   std::vector<int64_t> updates;
   std::set<int64_t> digests;
   int64_t held = 0;
-  for (const std::string& words : everybody) {
+  for (const std::string& words : by_rank) {
     Receiver in(words);
     updates.push_back(in.number());
     held += in.number();
@@ -188,14 +189,6 @@ std::string StateWords::state_of_all(Group& group, std::string_view sum, Deadlin
   return average::to_json(state_.options, state_.counters);
 }
 
-std::string agreed_state(Group& group, std::string_view call, const std::string& own, const Facts& facts,
-                         Deadline deadline) {
-  if (group.size() == 1) return own;
-  StateWords words(call, own, facts);
-  const auto sum_up = [&](const std::vector<std::string>& all) { return Group::Decision{words.sum_up(all)}; };
-  return words.state_of_all(group, group.decide(words.words(), sum_up, deadline).common, deadline);
-}
-
 std::string own_part(const std::string& state, int rank) {
   if (rank == 0) return state;
   State part = average::state_from_json(state);
@@ -216,10 +209,9 @@ Copies::Copies(std::span<const SaveFile> files) {
   }
   whole_ = whole.bytes();
   rest_ = rest.bytes();
-  all_ = whole_ + rest_;
 }
 
-std::string Copies::summary() const {
+std::string Copies::words() const {
   Sender out;
   for (const std::string& list : {whole_, rest_}) {
     const auto [keys, sums] = digests(list);
@@ -229,21 +221,21 @@ std::string Copies::summary() const {
   return out.bytes();
 }
 
-void check_copies(Group& group, const Copies& mine, Deadline deadline) {
-  if (group.size() == 1) return;
-  const auto compare = [](const std::vector<std::string>& summaries) {
-    std::map<int64_t, int64_t> sums;
-    bool same = true;
-    for (const std::string& summary : summaries) {
-      for (Receiver in(summary); !in.done();) {
-        const int64_t key = in.number(), sum = in.number();
-        same = same && sums.try_emplace(key, sum).first->second == sum;
-      }
+std::string Copies::sum_up(const std::vector<std::string>& by_rank) {
+  std::map<int64_t, int64_t> sums;
+  bool same = true;
+  for (const std::string& words : by_rank) {
+    for (Receiver in(words); !in.done();) {
+      const int64_t key = in.number(), sum = in.number();
+      same = same && sums.try_emplace(key, sum).first->second == sum;
     }
-    return Group::Decision{same ? "" : "other values"};
-  };
-  if (group.decide(mine.summary(), compare, deadline).common.empty()) return;
-  group.decide(mine.all(), refuse, deadline);
+  }
+  return same ? "" : "other values";
+}
+
+void Copies::refuse(Group& group, Deadline deadline) const {
+  group.decide(whole_ + rest_, differing, deadline);
+  fail(Code::kInternal, "save(): sums of copies differ, and no copy does");
 }
 
 }  // namespace ema

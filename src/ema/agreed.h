@@ -20,7 +20,7 @@ using Facts = std::vector<std::pair<std::string, std::string>>;
 std::string said(const Facts& facts, const std::string& state = {});
 
 /// Throws kInvalidArgument where ranks have said() other things, naming the first. The same on every rank.
-void check_same(std::string_view call, const std::vector<std::string>& everybody);
+void check_same(std::string_view call, const std::vector<std::string>& by_rank);
 
 /// One rank's part of a round in which ranks compare their states: words for it, their sum, and the state of all ranks.
 class StateWords {
@@ -31,7 +31,7 @@ class StateWords {
   const std::string& words() const { return words_; }
 
   /// On one rank, of all ranks' words. Throws kInvalidArgument where ranks have made other updates.
-  std::string sum_up(const std::vector<std::string>& everybody) const;
+  std::string sum_up(const std::vector<std::string>& by_rank) const;
 
   /// `sum`: sum_up()'s, on every rank. Throws kInvalidArgument on every rank where ranks differ in options or facts.
   /// Collective: one more round, where they do.
@@ -43,30 +43,25 @@ class StateWords {
   std::string all_, words_;
 };
 
-/// `own`, this rank's Average::state(), with what each rank counts for itself summed over the ranks. Throws
-/// kInvalidArgument on every rank where ranks have made other updates, or differ in options or facts. Collective.
-std::string agreed_state(Group& group, std::string_view call, const std::string& own, const Facts& facts,
-                         Deadline deadline);
-
-/// Of a state that agreed_state() gave, what a rank goes on from: rank 0 keeps the sums.
+/// Of a state of all ranks, what a rank goes on from: rank 0 keeps the sums.
 std::string own_part(const std::string& state, int rank);
 
-/// What this rank holds in host memory, as check_copies() compares it: one pass over it. Local.
+/// What this rank holds in host memory, for a round in which ranks compare what several of them hold: one pass over it.
 class Copies {
  public:
   explicit Copies(std::span<const SaveFile> files);
 
-  /// Sixteen bytes each of what is held whole and of the rest.
-  std::string summary() const;
-  /// Every tensor: a key of its name and region, and the checksum.
-  const std::string& all() const { return all_; }
+  std::string words() const;  ///< sixteen bytes each of what is held whole and of the rest
+
+  /// On one rank, of all ranks' words: empty where none of those who hold the same whole tensors, or the same parts,
+  /// differ in their values.
+  static std::string sum_up(const std::vector<std::string>& by_rank);
+
+  /// Where they differ: throws kInvalidArgument on every rank, naming the first tensor. Collective.
+  [[noreturn]] void refuse(Group& group, Deadline deadline) const;
 
  private:
-  std::string whole_, rest_, all_;
+  std::string whole_, rest_;
 };
-
-/// Throws kInvalidArgument on every rank where two that hold the same whole tensors, or the same parts, differ in their
-/// values; names the first tensor. Collective: one small message, and the rest only where something differs.
-void check_copies(Group& group, const Copies& mine, Deadline deadline);
 
 }  // namespace shardow::ema

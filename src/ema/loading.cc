@@ -14,7 +14,6 @@
 #include "comm/wire.h"
 #include "ema/agreed.h"
 #include "ema/names.h"
-#include "file/environment.h"
 #include "file/load.h"
 
 namespace shardow {
@@ -49,31 +48,7 @@ Keys keys_at(const base::Path& path, size_t wanted) {
   }
 }
 
-/// Rank 0's keys_at(), for all, who must have the same averages and want the same: one small message.
-Keys shared_keys(Group& group, const base::Path& path, const Keys& own, OptionsFrom from, Deadline deadline) {
-  const auto mine = [&] {
-    comm::Sender out;
-    out.text(said({{"the EMA", counted(own)}, {"options", name_of(from)}}));
-    if (group.rank() == 0) {
-      for (const std::string& key : keys_at(path, own.size())) out.text(key);
-    }
-    return out.bytes();
-  };
-  const std::string all = comm::agree_on(group, deadline, mine, [](const std::vector<std::string>& words) {
-    std::vector<std::string> everybody;
-    everybody.reserve(words.size());
-    for (const std::string& one : words) everybody.push_back(comm::Receiver(one).text());
-    check_same("load()", everybody);
-    return words[0];
-  });
-  comm::Receiver in(all);
-  in.text();
-  Keys keys;
-  while (!in.done()) keys.push_back(in.text());
-  return keys;
-}
-
-const std::string& state_in(const Checkpoint& file, const std::string& where) {
+const std::string& state_in(const file::Catalog& file, const std::string& where) {
   const auto found = file.metadata().find(kStateKey);
   if (found != file.metadata().end()) return found->second;
   fail(Code::kCorrupt,
@@ -99,92 +74,94 @@ Keys taken_as(const Keys& theirs, const Keys& own, OptionsFrom from, const std::
        counted(theirs), counted(own), wanted);
 }
 
-std::vector<Checkpoint> open(Group& group, const Average& ema, const base::Path& path, OptionsFrom from,
-                             std::chrono::milliseconds timeout) {
-  const Keys own = decay_keys(ema.schedules());
-  const Keys keys = taken_as(shared_keys(group, path, own, from, base::after(timeout)), own, from, path.string());
-  if (keys.size() == 1) return {Checkpoint::open(group, path, timeout)};
+std::vector<std::string> Loading::names_at(const base::Path& path) const {
+  const Keys own = decay_keys(ema_.schedules()), keys = taken_as(keys_at(path, own.size()), own, from_, path.string());
   std::vector<std::string> names;
-  for (const std::string& key : keys) names.push_back(ema_file_name(key));
-  return Checkpoint::open_files(group, path, names, timeout);
+  for (const std::string& key : keys.size() > 1 ? keys : Keys()) names.push_back(ema_file_name(key));
+  return names;
 }
 
-Loading::Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std::string where, LoadOptions options,
-                 OptionsFrom from)
-    : group_(group),
-      ema_(ema),
-      files_(std::move(files)),
-      where_(std::move(where)),
-      options_(std::move(options)),
-      from_(from) {
-  const Facts facts = {{"strict", options_.strict ? "true" : "false"},
-                       {"verify", options_.verify ? "true" : "false"},
-                       {"options", name_of(from)}};
-  const auto mine = [&] {
-    static_cast<void>(ema_.views());  // throws while swapped
-    state_ = state_in(files_.at(0), where_);
-    taken_as(decay_keys_in({{kStateKey, state_}}), decay_keys(ema_.schedules()), from_, where_);
-    if (from_ == OptionsFrom::kFile) report_.changed = ema_.differences(state_);
-    return said(facts);
-  };
-  comm::agree_on(group, base::after(options_.timeout), mine, [](const std::vector<std::string>& everybody) {
-    check_same("load()", everybody);
-    return std::string();
-  });
-  wanted_.resize(files_.size());
-  for (size_t k = 0; k < files_.size(); ++k) {
-    const LoadReport one = read(k, true);
-    add(one.missing, report_.missing);
-    add(one.unexpected, report_.unexpected);
+std::vector<file::Chosen> Loading::choose(const file::Catalogs& files, const std::string& where, bool strict) {
+  if (files.size() != ema_.size()) {
+    fail(Code::kInvalidArgument,
+         "{} is one file, and this EMA keeps {} averages, each in its own; load their directory", where, ema_.size());
   }
+  state_ = state_in(*files.front(), where);
+  taken_as(decay_keys_in({{kStateKey, state_}}), decay_keys(ema_.schedules()), from_, where);
+  if (from_ == OptionsFrom::kFile) changed_ = ema_.differences(state_);
+  std::vector<file::Chosen> chosen;
+  for (size_t k = 0; k < ema_.size(); ++k) {
+    const std::span<const TensorView> views = ema_.views(k);  // throws while swapped
+    chosen.push_back({{views.begin(), views.end()}, strict});
+  }
+  return chosen;
 }
 
-LoadReport Loading::read(size_t k, bool check_only) {
-  LoadOptions options = options_;
-  options.check_only = check_only;
-  if (check_only) options.progress = {};
-  return file::load_from(group_, ema_.views(k), file::Inside::of(files_[k]), options, &wanted_[k]);
+void Loading::begin(int rank) {
+  before_ = ema_.state();
+  ema_.set_state(own_part(state_, rank), from_);
 }
 
-EmaLoadReport Loading::take() {
+void Loading::give_up() noexcept {
+  if (!before_.empty() && ema_.state() != before_) ema_.set_state(before_);
+}
+
+namespace {
+
+/// What ranks that load averages must have equal.
+comm::Comparison same_request(const Average& ema, const LoadOptions& options, OptionsFrom from) {
+  const auto words = [&ema, &options, from] {
+    return said({{"the EMA", counted(decay_keys(ema.schedules()))},
+                 {"options", name_of(from)},
+                 {"strict", options.strict ? "true" : "false"},
+                 {"verify", options.verify ? "true" : "false"}});
+  };
+  const auto compare = [](const std::vector<std::string>& by_rank) {
+    check_same("load()", by_rank);
+    return std::string();
+  };
+  return {words, compare};
+}
+
+/// `call`: by its find() or `open`. `where`: for messages.
+EmaLoadReport load_by(Group& group, Loading& loading, file::LoadCall call, const std::string& where,
+                      const LoadOptions& options) {
+  EmaLoadReport report;
   const auto begin = base::now();
-  const std::string before = ema_.state();
+  call.choose = [&](const auto&, const file::Catalogs& files) { return loading.choose(files, where, options.strict); };
+  call.begin = [&](const auto&) { loading.begin(group.rank()); };
   try {
-    agree(group_, base::after(options_.timeout), [&] { ema_.set_state(own_part(state_, group_.rank()), from_); });
-    for (size_t k = 0; k < files_.size(); ++k) report_.bytes_read += read(k, false).bytes_read;
+    for (const LoadReport& one : call.run(group, options)) {
+      add(one.missing, report.missing);
+      add(one.unexpected, report.unexpected);
+      report.bytes_read += one.bytes_read;
+    }
   } catch (...) {
-    if (ema_.state() != before) ema_.set_state(before);
+    loading.give_up();
     throw;
   }
-  report_.seconds = base::seconds_since(begin);
-  return std::move(report_);
+  report.changed = loading.changed();
+  report.seconds = base::seconds_since(begin);
+  return report;
 }
 
+}  // namespace
 }  // namespace ema
 
 EmaLoadReport load(Group& group, Average& ema, const std::filesystem::path& path, const LoadOptions& options,
                    OptionsFrom from) {
   group.begin("load()", options.timeout);
-  const auto timed = file::timed_calls(group, options.timeout);  // files are opened through it, and gone before it
-  const Environment machine{timed.get()};
-  const file::InEnvironment here(&machine);
-  std::vector<Checkpoint> files = ema::open(group, ema, path, from, options.timeout);
-  ema::Loading loading(group, ema, std::move(files), path.string(), options, from);
-  return options.check_only ? loading.report() : loading.take();
+  ema::Loading loading(ema, from);
+  const auto find = [&] { return file::Location{path, loading.names_at(path)}; };
+  return ema::load_by(group, loading, {ema::same_request(ema, options, from), find, {}, {}}, path.string(), options);
 }
 
 EmaLoadReport load(Group& group, Average& ema, const Checkpoint& checkpoint, const LoadOptions& options,
                    OptionsFrom from) {
   group.begin("load()", options.timeout);
-  const std::string where = checkpoint.files().at(0).path.string();
-  agree(group, base::after(options.timeout), [&] {
-    if (ema.size() == 1) return;
-    base::fail(Code::kInvalidArgument,
-               "{} is one file, and this EMA keeps {} averages, each in its own; load their directory", where,
-               ema.size());
-  });
-  ema::Loading loading(group, ema, {checkpoint}, where, options, from);
-  return options.check_only ? loading.report() : loading.take();
+  ema::Loading loading(ema, from);
+  const file::LoadCall call{ema::same_request(ema, options, from), {}, {file::Inside::shared(checkpoint)}, {}};
+  return ema::load_by(group, loading, call, checkpoint.files().at(0).path.string(), options);
 }
 
 }  // namespace shardow

@@ -21,38 +21,30 @@ namespace shardow::ema {
 std::vector<std::string> taken_as(const std::vector<std::string>& theirs, const std::vector<std::string>& own,
                                   OptionsFrom from, const std::string& where);
 
-/// The files of the EMA that was saved to `path`, open, in the order of the averages of `ema`. Collective. Throws as
-/// load().
-std::vector<Checkpoint> open(Group& group, const Average& ema, const std::filesystem::path& path, OptionsFrom from,
-                             std::chrono::milliseconds timeout);
-
-/// Averages that are about to be loaded: whatever does not fit is an error when this is made, before anything has
-/// changed.
+/// Averages that go on from saved ones, in the steps of a file::LoadCall. `ema` must outlive it. What its functions
+/// throw is one rank's.
 class Loading {
  public:
-  /// `files`: one for each average, in their order; `where` is for messages. `group` and `ema` must outlive this.
-  /// Collective.
-  Loading(Group& group, Average& ema, std::vector<Checkpoint> files, std::string where, LoadOptions options,
-          OptionsFrom from);
+  Loading(Average& ema, OptionsFrom from) : ema_(ema), from_(from) {}
 
-  /// What does not match, and how options will change; nothing is read yet.
-  const EmaLoadReport& report() const noexcept { return report_; }
+  /// Names of the files of the EMA at `path`, in the order of the averages; none where the path is that of its file.
+  std::vector<std::string> names_at(const std::filesystem::path& path) const;
 
-  /// Collective. Once.
-  EmaLoadReport take();
+  /// Everything of all `files`, which are in the order of the averages. Throws for what is no EMA, has averages of
+  /// other numbers, or would change options that can't be changed. `where`: for messages.
+  std::vector<file::Chosen> choose(const file::Catalogs& files, const std::string& where, bool strict);
+
+  void begin(int rank);     ///< takes the counters, and with OptionsFrom::kFile the options
+  void give_up() noexcept;  ///< the state is again what it was before
+
+  /// How options change.
+  const std::vector<OptionDifference>& changed() const noexcept { return changed_; }
 
  private:
-  LoadReport read(size_t k, bool check_only);
-
-  Group& group_;
   Average& ema_;
-  std::vector<Checkpoint> files_;
-  std::string where_;
-  LoadOptions options_;
-  OptionsFrom from_;
-  std::string state_;                                ///< in the files
-  std::vector<std::optional<file::Wanted>> wanted_;  ///< of each file, when it has been compared
-  EmaLoadReport report_;
+  const OptionsFrom from_;
+  std::string state_, before_;  // in the files; of the averages, once they have begun
+  std::vector<OptionDifference> changed_;
 };
 
 }  // namespace shardow::ema

@@ -1,11 +1,16 @@
 // What a save of an Average has beside that of tensors: their files' names, and the state of all ranks in each.
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "base/errors.h"
 #include "base/turns.h"
+#include "comm/agree.h"
+#include "comm/wire.h"
 #include "ema/agreed.h"
 #include "ema/names.h"
+#include "file/call.h"
 #include "shardow/ema_file.h"
 
 namespace shardow {
@@ -42,28 +47,55 @@ std::vector<SaveFile> ema_files_with(const Average& ema, const std::string& stat
 
 SaveReport save(Group& group, const Average& ema, const std::filesystem::path& path, const SaveOptions& options) {
   group.begin("save()", options.timeout);
-  const Deadline deadline = base::after(options.timeout);
-  std::string state;
+  std::optional<ema::StateWords> states;
   std::optional<ema::Copies> copies;
-  agree(group, deadline, [&] {
+  file::SaveCall call;
+  call.request = [&] {
     check(ema, options);
-    state = ema.state();
-    if (group.size() > 1) copies.emplace(ema_files_with(ema, state));
-  });
-  state = ema::agreed_state(group, "save()", state, {}, deadline);
-  if (copies) ema::check_copies(group, *copies, deadline);
-  return StagedSave(group, ema_files_with(ema, state), path, options).write();
+    const std::string state = ema.state();
+    file::Request request{ema_files_with(ema, state), path, options};
+    states.emplace("save()", state, ema::Facts());
+    if (group.size() > 1) copies.emplace(request.files);
+    return request;
+  };
+  call.compared.words = [&] {
+    comm::Sender out;
+    out.text(states->words());
+    out.text(copies ? copies->words() : std::string());
+    return out.bytes();
+  };
+  call.compared.sum_up = [&](const std::vector<std::string>& by_rank) {
+    std::vector<std::string> of_states, of_copies;
+    for (const std::string& words : by_rank) {
+      comm::Receiver in(words);
+      of_states.push_back(in.text());
+      of_copies.push_back(in.text());
+    }
+    comm::Sender out;
+    out.text(states->sum_up(of_states));
+    out.text(ema::Copies::sum_up(of_copies));
+    return out.bytes();
+  };
+  call.metadata = [&](const std::string& sums) {
+    comm::Receiver in(sums);
+    const std::string state = states->state_of_all(group, in.text(), base::after(options.timeout));
+    if (!in.text().empty()) copies->refuse(group, base::after(options.timeout));
+    return std::vector<file::Metadata>(ema.size(), file::Metadata{{kStateKey, state}});
+  };
+  return call.begin(group, options.timeout)->write();
 }
 
 std::vector<SaveFile> ema_files(Group& group, const Average& ema, std::chrono::milliseconds timeout) {
   group.begin("ema_files()", timeout);
   const Deadline deadline = base::after(timeout);
-  std::string state;
-  agree(group, deadline, [&] {
+  std::optional<ema::StateWords> states;
+  const auto words = [&] {
     check(ema, {});
-    state = ema.state();
-  });
-  return ema_files_with(ema, ema::agreed_state(group, "ema_files()", state, {}, deadline));
+    return states.emplace("ema_files()", ema.state(), ema::Facts()).words();
+  };
+  const auto sum_up = [&](const std::vector<std::string>& by_rank) { return states->sum_up(by_rank); };
+  const std::string sum = comm::agree_on(group, deadline, words, sum_up);
+  return ema_files_with(ema, states->state_of_all(group, sum, deadline));
 }
 
 }  // namespace shardow

@@ -120,11 +120,12 @@ Metadata received_metadata(Receiver& in) {
   return all;
 }
 
-/// Sums up every rank's request: whether ranks are on several hosts, who holds what of each file, and what rank 0 alone
-/// knows. Throws kInvalidArgument where requests differ.
-std::string of_all_calls(const std::vector<std::string>& all, size_t files) {
+/// Sums up every rank's request: whether ranks are on several hosts, who holds what of each file, what else they
+/// compare, and what rank 0 alone knows. Throws kInvalidArgument where requests differ.
+std::string of_all_calls(const std::vector<std::string>& all, size_t files, const comm::SumUp& compare) {
   std::set<std::string> hosts;
   std::vector<std::vector<std::string>> held(files);  // by rank
+  std::vector<std::string> compared;                  // by rank
   std::string own;                                    // rank 0's
   for (size_t rank = 0; rank < all.size(); ++rank) {
     Receiver in(all[rank]), first(all[0]);
@@ -137,17 +138,19 @@ std::string of_all_calls(const std::vector<std::string>& all, size_t files) {
     }
     hosts.insert(in.text());
     for (auto& words : held) words.push_back(in.text());
+    compared.push_back(in.text());
     if (rank == 0) own = in.text();
   }
   Sender out;
   out.number(hosts.size() > 1 ? 1 : 0);
   for (const auto& words : held) out.text(sum_up(words));
+  out.text(compare ? compare(compared) : std::string());
   return out.bytes() + own;
 }
 
 /// Local.
-void check_call(std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options,
-                const Producer* producer) {
+void check_request(const Request& request, const Producer* producer) {
+  const auto& [files, path, options] = request;
   if (producer != nullptr && producer->threads < 1) fail(Code::kInvalidArgument, "{} threads", producer->threads);
   check_options(files, options);
   check_views(files, options, producer != nullptr);
@@ -169,11 +172,13 @@ void check_memory(std::span<const TensorView> views) {
   }
 }
 
-Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& path, const SaveOptions& options,
-               const Producer* producer) {
+Call same_call(Group& group, const SaveCall& call, std::chrono::milliseconds timeout) {
+  Call known;
   std::vector<Holding> held;
   const auto look = [&] {
-    check_call(files, path, options, producer);
+    known.request = call.request();
+    check_request(known.request, call.producer);
+    const auto& [files, path, options] = known.request;
     Sender request;
     for (const auto& [name, value] : facts_of(files, path, options)) {
       request.text(name);
@@ -181,7 +186,8 @@ Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& 
     }
     request.text("");
     request.text(digest(base::host_name() + base::view_of_files()));  // machines may share a name
-    for (const SaveFile& file : files) request.text(held.emplace_back(file.tensors).words());
+    for (const SaveFile& file : files) request.text(held.emplace_back(file.tensors).words(group.rank()));
+    request.text(call.compared.words ? call.compared.words() : std::string());
     if (group.rank() == 0) {
       Sender own;
       own.text(base::make_nonce());
@@ -191,21 +197,26 @@ Call same_call(Group& group, std::span<const SaveFile> files, const base::Path& 
     }
     return request.bytes();
   };
-  const auto sum_up = [&](const std::vector<std::string>& all) { return of_all_calls(all, files.size()); };
-  const std::string verdict = comm::agree_on(group, base::after(options.timeout), look, sum_up);
+  const auto sum_up = [&](const std::vector<std::string>& all) {
+    return of_all_calls(all, known.request.files.size(), call.compared.sum_up);
+  };
+  const std::string verdict = comm::agree_on(group, base::after(timeout), look, sum_up);
+  const size_t files = known.request.files.size();
   Receiver in(verdict);
-  Call call;
-  call.several_hosts = in.number() != 0;
+  known.several_hosts = in.number() != 0;
   std::vector<std::string> shared;
-  for (size_t file = 0; file < files.size(); ++file) shared.push_back(in.text());
-  call.nonce = in.text();
-  call.host = in.text();
-  for (size_t file = 0; file < files.size(); ++file) {
-    call.metadata.push_back(received_metadata(in));
-    call.tensors.push_back(
-        std::make_shared<const std::vector<Shared>>(shared_from(group, held[file], shared[file], options.timeout)));
+  for (size_t file = 0; file < files; ++file) shared.push_back(in.text());
+  std::vector<Metadata> more(files);
+  if (const std::string compared = in.text(); call.metadata) more = call.metadata(compared);
+  known.nonce = in.text();
+  known.host = in.text();
+  for (size_t file = 0; file < files; ++file) {
+    known.metadata.push_back(received_metadata(in));
+    for (auto& [key, text] : more.at(file)) known.metadata.back()[key] = std::move(text);
+    known.tensors.push_back(
+        std::make_shared<const std::vector<Shared>>(shared_from(group, held[file], shared[file], timeout)));
   }
-  return call;
+  return known;
 }
 
 }  // namespace shardow::file

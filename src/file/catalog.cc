@@ -42,6 +42,8 @@ struct Raw {
     int64_t data_bytes;
     base::Identity identity;
   };
+  Location location;    ///< of what rank 0 has found
+  std::string machine;  ///< rank 0's
   std::vector<Text> files;
   std::optional<WeightMap> weights;             ///< where an index says who has what
   std::vector<std::shared_ptr<Opened>> opened;  ///< by file, on this rank; not packed
@@ -201,6 +203,11 @@ bool open_same(const Path& path, Raw& raw, bool same_machine) {
 /// For other ranks.
 std::string pack_raw(const Raw& raw) {
   Sender out;
+  out.text(raw.location.path.string());
+  out.text(raw.location.words);
+  out.number(static_cast<int64_t>(raw.location.names.size()));
+  for (const std::string& name : raw.location.names) out.text(name);
+  out.text(raw.machine);
   out.number(static_cast<int64_t>(raw.files.size()));
   for (const Raw::Text& file : raw.files) {
     out.text(file.path);
@@ -224,6 +231,11 @@ std::string pack_raw(const Raw& raw) {
 Raw unpack_raw(std::string_view bytes) {
   Receiver in(bytes);
   Raw raw;
+  raw.location.path = in.text();
+  raw.location.words = in.text();
+  raw.location.names.resize(static_cast<size_t>(in.number()));
+  for (std::string& name : raw.location.names) name = in.text();
+  raw.machine = in.text();
   for (int64_t left = in.number(); left > 0; --left) {
     Raw::Text& text = raw.files.emplace_back();
     text.path = in.text();
@@ -332,41 +344,46 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
 
 constexpr size_t kFewBytes = 64 << 10;  // of a fact, which goes through one store; what is longer travels by itself
 
-/// (1) Rank 0 reads what is there, for all.
-Raw read_for_all(Group& group, const Path& path, const std::vector<std::string>& names,
-                 std::chrono::milliseconds timeout, std::string& machine_of_first) {
+/// (1) Rank 0 reads what is there, for all. `compared`: in that round.
+Raw read_for_all(Group& group, const std::function<Location()>& find, const comm::Comparison& compared,
+                 std::chrono::milliseconds timeout) {
   Raw raw;
-  std::string long_text;
-  const std::string first = comm::agree_on(
-      group, base::after(timeout),
-      [&] {
-        if (group.rank() != 0) return std::string();
-        raw = read_raw(path, names);
-        if (group.size() == 1) return std::string();
-        std::string text = pack_raw(raw);
-        Sender out;
-        out.text(base::view_of_files());
-        out.number(static_cast<int64_t>(text.size()));
-        if (text.size() <= kFewBytes) out.text(text);
-        if (text.size() > kFewBytes) long_text = std::move(text);
-        return out.bytes();
-      },
-      comm::of_first);
-  if (group.size() == 1) return raw;
+  std::string text;
+  const auto look = [&] {
+    Sender out;
+    if (compared.words) out.text(compared.words());
+    if (group.rank() != 0) return out.bytes();
+    const Location location = find();
+    raw = read_raw(location.path, location.names);
+    raw.location = location;
+    raw.machine = base::view_of_files();
+    if (group.size() > 1) text = pack_raw(raw);
+    out.number(static_cast<int64_t>(text.size()));
+    if (text.size() <= kFewBytes) out.text(text);
+    return out.bytes();
+  };
+  const auto sum_up = [&](const std::vector<std::string>& by_rank) {
+    if (!compared.words) return by_rank.front();
+    std::vector<std::string> words;
+    for (const std::string& one : by_rank) words.push_back(Receiver(one).text());
+    compared.sum_up(words);
+    return by_rank.front().substr(sizeof(int64_t) + words.front().size());
+  };
+  const std::string first = comm::agree_on(group, base::after(timeout), look, sum_up);
   Receiver in(first);
-  machine_of_first = in.text();
   const auto size = static_cast<size_t>(in.number());
   if (size > kFewBytes) {
-    long_text.resize(size);
-    group.broadcast(std::as_writable_bytes(std::span(long_text)), 0, base::after(timeout));
+    text.resize(size);
+    group.broadcast(std::as_writable_bytes(std::span(text)), 0, base::after(timeout));
   }
-  return group.rank() == 0 ? std::move(raw) : unpack_raw(size > kFewBytes ? long_text : in.text());
+  return group.rank() == 0 ? std::move(raw) : unpack_raw(size > kFewBytes ? text : in.text());
 }
 
 /// Whether what is there is what rank 0 found.
-bool is_found_here(const Path& path, Raw& raw, const std::string& view_of_first) {
+bool is_found_here(Raw& raw) {
+  const Path& path = raw.location.path;
   try {
-    return open_same(path, raw, !view_of_first.empty() && view_of_first == base::view_of_files());
+    return open_same(path, raw, !raw.machine.empty() && raw.machine == base::view_of_files());
   } catch (const Error& error) {
     if (error.code() != Code::kNotFound) throw;
     throw Error(
@@ -378,44 +395,14 @@ bool is_found_here(const Path& path, Raw& raw, const std::string& view_of_first)
   }
 }
 
-using Told = std::function<std::string(const Raw&)>;
-
-/// One version for all ranks, and what everybody's words come to, behind a plus; behind a minus who came too late for
-/// it.
-std::string try_version(Group& group, const Path& path, const std::vector<std::string>& names,
-                        std::chrono::milliseconds timeout, const Told& told, const comm::SumUp& sum_up) {
-  std::string first;
-  Raw raw = read_for_all(group, path, names, timeout, first);
-  const auto told_here = [&] {  // (2) every rank opens the same
-    if (group.rank() != 0 && !is_found_here(path, raw, first))
-      return fmt::format("-rank {} on {}", group.rank(), base::host_name());
-    const std::string words = told(raw);
-    return words.empty() ? words : "+" + words;
-  };
-  const auto together = [&](std::vector<std::string> words) {
-    for (std::string& one : words) {
-      if (one.starts_with('-')) return one;
-      if (!one.empty()) one.erase(0, 1);
-    }
-    return "+" + sum_up(words);
-  };
-  return comm::agree_on(group, base::after(timeout), told_here, together);
-}
-
-std::string with_one_version(Group& group, const Path& path, const std::vector<std::string>& names,
-                             std::chrono::milliseconds timeout, const Told& told,
-                             const comm::SumUp& sum_up = comm::of_first) {
-  constexpr int kAttempts = 50;
-  std::string said;
-  for (int left = kAttempts; left > 0; --left) {
-    said = try_version(group, path, names, timeout, told, sum_up);
-    if (!said.starts_with('-')) return said.empty() ? said : said.substr(1);
-  }
-  const std::string message = fmt::format(
-      "{}: {} does not find what rank 0 found, {} times; is it replaced all the time, or not on storage that all "
-      "machines share?",
-      path.string(), said.substr(1), kAttempts);
-  throw Error(Code::kIo, message, ESTALE);
+Catalogs to_catalogs(const Raw& raw) {
+  const size_t size = raw.files.size();
+  if (raw.location.names.empty())
+    return {std::make_shared<const Catalog>(to_catalog(raw, raw.location.path.string(), 0, size))};
+  Catalogs catalogs;
+  for (size_t f = 0; f < size; ++f)
+    catalogs.push_back(std::make_shared<const Catalog>(to_catalog(raw, raw.files[f].path, f, f + 1)));
+  return catalogs;
 }
 
 }  // namespace
@@ -439,36 +426,41 @@ const Stored* StoredTensors::find(std::string_view name) const noexcept {
   return find_in(all_, name);
 }
 
-Discussed discuss_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout,
-                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told,
-                          const comm::SumUp& sum_up) {
-  Discussed found;
-  const auto told_of = [&](const Raw& raw) {
-    found.catalog = std::make_shared<const Catalog>(to_catalog(raw, path.string(), 0, raw.files.size()));
-    return told(found.catalog);
-  };
-  found.said = with_one_version(group, path, {}, timeout, told_of, sum_up);
-  return found;
+Finding::Outcome Finding::run(Group& group, std::chrono::milliseconds timeout) const {
+  constexpr int kAttempts = 50;
+  Outcome outcome;
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    Raw raw = read_for_all(group, find, attempt == 0 ? compared : comm::Comparison{}, timeout);
+    const auto open_here = [&] {  // (2) every rank opens the same
+      if (group.rank() != 0 && !is_found_here(raw))
+        return fmt::format("-rank {} on {}", group.rank(), base::host_name());
+      outcome.catalogs = to_catalogs(raw);
+      const std::string own = words ? words(raw.location, outcome.catalogs) : std::string();
+      return own.empty() ? own : "+" + own;
+    };
+    const auto together = [&](std::vector<std::string> words) {
+      for (std::string& one : words) {
+        if (one.starts_with('-')) return one;  // who came too late for the version
+        if (!one.empty()) one.erase(0, 1);
+      }
+      return "+" + sum_up(words);
+    };
+    outcome.sum = comm::agree_on(group, base::after(timeout), open_here, together);
+    outcome.location = std::move(raw.location);
+    if (outcome.sum.starts_with('-')) continue;
+    if (!outcome.sum.empty()) outcome.sum.erase(0, 1);
+    return outcome;
+  }
+  const std::string message = fmt::format(
+      "{}: {} does not find what rank 0 found, {} times; is it replaced all the time, or not on storage that all "
+      "machines share?",
+      outcome.location.path.string(), outcome.sum.substr(1), kAttempts);
+  throw Error(Code::kIo, message, ESTALE);
 }
 
-Catalog share_catalog(Group& group, const Path& path, std::chrono::milliseconds timeout) {
-  Catalog catalog;
-  with_one_version(group, path, {}, timeout, [&](const Raw& raw) {
-    catalog = to_catalog(raw, path.string(), 0, raw.files.size());
-    return std::string();
-  });
-  return catalog;
-}
-
-std::vector<Catalog> share_catalogs(Group& group, const Path& directory, const std::vector<std::string>& names,
-                                    std::chrono::milliseconds timeout) {
-  std::vector<Catalog> catalogs;
-  with_one_version(group, directory, names, timeout, [&](const Raw& raw) {
-    catalogs.clear();
-    for (size_t f = 0; f < raw.files.size(); ++f) catalogs.push_back(to_catalog(raw, raw.files[f].path, f, f + 1));
-    return std::string();
-  });
-  return catalogs;
+Catalogs share_catalogs(Group& group, const Path& path, const std::vector<std::string>& names,
+                        std::chrono::milliseconds timeout) {
+  return Finding{{}, [&] { return Location{path, names}; }}.run(group, timeout).catalogs;
 }
 
 }  // namespace shardow::file

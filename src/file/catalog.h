@@ -61,28 +61,40 @@ class Inside {
  public:
   static Checkpoint make(std::shared_ptr<const Catalog> catalog) { return Checkpoint(std::move(catalog)); }
   static const Catalog& of(const Checkpoint& checkpoint) noexcept { return *checkpoint.catalog_; }
+  static std::shared_ptr<const Catalog> shared(const Checkpoint& checkpoint) { return checkpoint.catalog_; }
 };
 
-/// `path` is a file, or a directory with an index or with model.safetensors. Rank 0 reads it, every rank opens it, and
-/// all have the same version, also where it is replaced meanwhile. Collective; throws on every rank: kNotFound where
-/// nothing is there, kInvalidArgument where there are only files with other names, kCorrupt for a missing part and for
-/// what breaks a rule, or kIo: with ENOENT where some host does not see the path, with ESTALE for one that never stands
-/// still.
-Catalog share_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout);
+using Catalogs = std::vector<std::shared_ptr<const Catalog>>;
 
-/// The same, and what `sum_up` makes, on one rank, of what every rank has to say of what is there: what `told` gave on
-/// each, in the round that finds out whether all have the same version. What they throw on one rank is thrown on all;
-/// both are called again where some rank came too late for a version.
-struct Discussed {
-  std::shared_ptr<const Catalog> catalog;
-  std::string said;
+/// A path that rank 0 has found.
+struct Location {
+  base::Path path;                      ///< of a checkpoint, or of a directory
+  std::vector<std::string> names = {};  ///< files of the directory that belong together; none: the checkpoint itself
+  std::string words = {};               ///< what else all ranks know then
 };
-Discussed discuss_catalog(Group& group, const base::Path& path, std::chrono::milliseconds timeout,
-                          const std::function<std::string(const std::shared_ptr<const Catalog>&)>& told,
-                          const comm::SumUp& sum_up);
 
-/// share_catalog() for files of one directory that belong together, in the order of `names`.
-std::vector<Catalog> share_catalogs(Group& group, const base::Path& directory, const std::vector<std::string>& names,
-                                    std::chrono::milliseconds timeout);
+/// How ranks find and open the same version of one or several files. What one rank throws is thrown on all.
+struct Finding {
+  comm::Comparison compared = {};  ///< in the first round
+  std::function<Location()> find;  ///< on rank 0, after compared.words(); again where a version went meanwhile
+  /// On every rank, in the round that finds out whether all have the same version; again where not.
+  std::function<std::string(const Location&, const Catalogs&)> words = {};
+  comm::SumUp sum_up = comm::of_first;  ///< of all ranks' words
+
+  struct Outcome {
+    Location location;
+    Catalogs catalogs;  ///< by name
+    std::string sum;    ///< what sum_up() made
+  };
+  Outcome run(Group& group, std::chrono::milliseconds timeout) const;  ///< collective
+};
+
+/// `path` is a file, or a directory with an index or with model.safetensors; with `names`, these files of a directory,
+/// in their order. Rank 0 reads it, every rank opens it, and all have the same version, also where it is replaced
+/// meanwhile. Collective; throws on every rank: kNotFound where nothing is there, kInvalidArgument where there are only
+/// files with other names, kCorrupt for a missing part and for what breaks a rule, or kIo: with ENOENT where some host
+/// does not see the path, with ESTALE for one that never stands still.
+Catalogs share_catalogs(Group& group, const base::Path& path, const std::vector<std::string>& names,
+                        std::chrono::milliseconds timeout);
 
 }  // namespace shardow::file

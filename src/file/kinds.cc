@@ -71,7 +71,7 @@ class Differences {
   Numbers last_;
 };
 
-/// The numbers that put() wrote, one by one.
+/// Reads one by one the numbers of put(), and texts.
 class NumberReader {
  public:
   explicit NumberReader(std::string_view bytes) : left_(bytes) {}
@@ -85,6 +85,12 @@ class NumberReader {
       if ((c & 0x80) == 0) return number;
     }
     fail(Code::kInternal, "a list of numbers of another rank's ends early");
+  }
+
+  std::string text(size_t bytes) {
+    const std::string text(left_.substr(0, bytes));
+    left_.remove_prefix(text.size());
+    return text;
   }
 
  private:
@@ -143,6 +149,9 @@ std::string pack(const std::vector<Kind>& kinds, const std::string& name) {
       Differences differences;
       for (const std::string& region : of_class) out += differences.next(region);
     }
+    const std::string list = kinds.size() > 1 ? kind.list : std::string();
+    put(out, list.size());
+    out += list;
   }
   return packed(out);
 }
@@ -164,6 +173,7 @@ std::vector<Kind> unpack(const std::string& said) {
         of_class.push_back(differences.next(numbers));
       }
     }
+    kind.list = in.text(in.next());
   }
   return kinds;
 }

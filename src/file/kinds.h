@@ -12,10 +12,11 @@ namespace shardow::file {
 struct Kind {
   std::vector<int64_t> ranks;
   std::vector<std::vector<std::string>> regions;  // [class][index in ranks]
+  std::string list;                               // empty: none of them told it
 };
 
-/// All kinds in one text, with the digest of what ranks told, which is `name`. unpack() throws kInternal for what is
-/// none.
+/// All kinds in one text (of one alone without its list, which all have), with the digest of what ranks told, which is
+/// `name`. unpack() throws kInternal for what is none.
 std::string pack(const std::vector<Kind>& kinds, const std::string& name);
 std::vector<Kind> unpack(const std::string& said);
 

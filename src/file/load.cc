@@ -3,9 +3,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
-#include <set>
 #include <utility>
 
 #include "base/errors.h"
@@ -44,129 +45,187 @@ std::string difference(const Entry& entry, const Shape& shape, DType dtype) {
   return {};
 }
 
+/// What a rank asks for, for all ranks: what one of them asks for, all do.
+constexpr int64_t kVerify = 1, kCheckOnly = 2, kProgress = 4;
+
+int64_t asked_by(const LoadOptions& options) {
+  return (options.verify ? kVerify : 0) | (options.check_only ? kCheckOnly : 0) | (options.progress ? kProgress : 0);
+}
+
+/// Everybody's words, by rank: what is asked for, and of each file whether it must fit and who holds what.
+std::string sum_up_words(const std::vector<std::string>& by_rank) {
+  std::vector<Receiver> in(by_rank.begin(), by_rank.end());
+  int64_t asked = 0;
+  for (Receiver& one : in) asked |= one.number();
+  Sender out;
+  out.number(asked);
+  while (!in.front().done()) {
+    int64_t strict = 0;
+    std::vector<std::string> held;
+    for (Receiver& one : in) {
+      strict |= one.number();
+      held.push_back(one.text());
+    }
+    out.number(strict);
+    out.text(sum_up(held));
+  }
+  return out.bytes();
+}
+
+/// One file's part of a load.
+struct Filling {
+  const std::shared_ptr<const Catalog> catalog;
+  Chosen chosen;
+  const Holding holding{chosen.views};
+  std::vector<Shared> wanted = {};           ///< by all ranks, ascending by name
+  std::vector<const Stored*> stored = {};    ///< of each, or null
+  std::vector<std::string> unexpected = {};  ///< names of what nobody wants
+  std::optional<Sums> sums = {};
+  std::vector<Reader::Job> jobs = {};
+  std::optional<Reader> reader = {};  ///< while there is something to read
+  int64_t bytes_read = 0;
+  std::string sum_words = {};  ///< of what was read, for sums
+
+  Filling(std::shared_ptr<const Catalog> where, Chosen what) : catalog(std::move(where)), chosen(std::move(what)) {}
+  void look_up();
+  LoadReport compare() const;
+  int64_t bytes_in_all() const;
+  comm::Part part(int rank, bool verify);
+};
+
 /// Both have their tensors in the order of names.
-Wanted wanted_of(const Catalog& catalog, std::vector<Shared> tensors, std::string told, std::string said) {
-  Wanted wanted{std::move(told), std::move(said), std::move(tensors), {}, {}};
-  wanted.there.resize(wanted.tensors.size());
+void Filling::look_up() {
+  stored.assign(wanted.size(), nullptr);
   size_t at = 0;
-  for (const Stored& stored : catalog.tensors) {
+  for (const Stored& next : catalog->tensors) {
     int order = -1;  // of the wanted one beside this one
-    while (at < wanted.tensors.size() && (order = wanted.tensors[at].name.compare(stored.entry.name)) < 0) ++at;
-    if (at < wanted.tensors.size() && order == 0) {
-      wanted.there[at] = &stored;
+    while (at < wanted.size() && (order = wanted[at].name.compare(next.entry.name)) < 0) ++at;
+    if (at < wanted.size() && order == 0) {
+      stored[at] = &next;
     } else {
-      wanted.unexpected.push_back(stored.entry.name);
+      unexpected.push_back(next.entry.name);
     }
   }
-  return wanted;
 }
 
 /// Everything that does not fit, in one message, before anything is read. The same on every rank.
-LoadReport compare(const Catalog& catalog, const Wanted& wanted, const LoadOptions& options) {
+LoadReport Filling::compare() const {
   LoadReport report;
   std::vector<std::string> unfit;
-  for (size_t i = 0; i < wanted.tensors.size(); ++i) {
-    const Shared& tensor = wanted.tensors[i];
-    if (wanted.there[i] == nullptr) {
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const Shared& tensor = wanted[i];
+    if (stored[i] == nullptr) {
       report.missing.push_back(tensor.name);
-    } else if (std::string why = difference(wanted.there[i]->entry, tensor.shape, tensor.dtype); !why.empty()) {
+    } else if (std::string why = difference(stored[i]->entry, tensor.shape, tensor.dtype); !why.empty()) {
       unfit.push_back(std::move(why));
     }
   }
-  report.unexpected = wanted.unexpected;
-  if (options.strict && !report.missing.empty()) unfit.push_back("missing in the file: " + listed(report.missing));
-  if (options.strict && !report.unexpected.empty())
+  report.unexpected = unexpected;
+  if (chosen.strict && !report.missing.empty()) unfit.push_back("missing in the file: " + listed(report.missing));
+  if (chosen.strict && !report.unexpected.empty())
     unfit.push_back("unexpected in the file: " + listed(report.unexpected));
   if (!unfit.empty())
-    fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", catalog.path, fmt::join(unfit, "; "));
-  report.metadata = catalog.metadata();
+    fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", catalog->path, fmt::join(unfit, "; "));
+  report.metadata = catalog->metadata();
   return report;
 }
 
-/// What a rank asks for, for all ranks: what one of them asks for, all do.
-constexpr int64_t kStrict = 1, kVerify = 2, kCheckOnly = 4, kProgress = 8;
-
-/// What a rank says: what it asks for, and what it holds.
-std::string words_of(int64_t asked, const std::string& held) {
-  Sender out;
-  out.number(asked);
-  return out.bytes() + held;
-}
-
-int64_t asked_by(const LoadOptions& options) {
-  return (options.strict ? kStrict : 0) | (options.verify ? kVerify : 0) | (options.check_only ? kCheckOnly : 0) |
-         (options.progress ? kProgress : 0);
-}
-
-/// Everybody's: what is asked for, and who holds what.
-std::string sum_up_words(const std::vector<std::string>& words) {
-  int64_t asked = 0;
-  std::vector<std::string> held;
-  for (const std::string& one : words) {
-    asked |= Receiver(one).number();
-    held.push_back(one.substr(sizeof(int64_t)));
-  }
-  return words_of(asked, sum_up(held));
-}
-
 /// Bytes that all ranks together will read, as they are in the file.
-int64_t bytes_in_all(const Wanted& wanted) {
+int64_t Filling::bytes_in_all() const {
   int64_t total = 0;
-  for (size_t i = 0; i < wanted.tensors.size(); ++i) {
-    if (wanted.there[i] == nullptr) continue;
-    for (const Shared::Piece& piece : wanted.tensors[i].pieces)
-      total += piece.region.size() * dtype_bits(wanted.there[i]->entry.dtype) / 8 *
-               static_cast<int64_t>(piece.holders.size());
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (stored[i] == nullptr) continue;
+    for (const Shared::Piece& piece : wanted[i].pieces)
+      total +=
+          piece.region.size() * dtype_bits(stored[i]->entry.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
   }
   return total;
 }
 
-std::vector<Reader::Job> jobs_of(std::span<const TensorView> views, const Wanted& wanted,
-                                 const std::optional<Sums>& sums) {
-  std::vector<Reader::Job> jobs;
-  jobs.reserve(views.size());
-  Finder finder(wanted.tensors);
-  for (const TensorView& view : views) {
-    const size_t at = finder.find(view.name).value();
-    if (wanted.there[at] != nullptr) jobs.push_back({&view, wanted.there[at], sums && sums->of(at), at});
+comm::Part Filling::part(int rank, bool verify) {
+  if (!reader) {
+    if (verify) sums.emplace(catalog->path, wanted, stored);
+    Finder finder(wanted);
+    for (const TensorView& view : chosen.views) {
+      const size_t at = finder.find(view.name).value();
+      if (stored[at] != nullptr) jobs.push_back({&view, stored[at], sums && sums->of(at), at});
+    }
+    reader.emplace(*catalog, jobs);
   }
-  return jobs;
+  const comm::Part part = reader->part();
+  if (part.last) {
+    bytes_read = reader->bytes();
+    if (sums) sum_words = sums->words(rank, jobs, reader->sums());
+    reader.reset();
+  }
+  return part;
 }
 
-/// What every rank has said is known: it fits, or throws the same on all ranks; then each reads its own. One step, if
-/// all are done within the time of a part. `mine`: of the views, made where it is missing.
-LoadReport load_agreed(Group& group, std::span<const TensorView> views, const Catalog& catalog,
-                       std::optional<Holding>& mine, const std::string& said, LoadOptions options,
-                       std::optional<Wanted>& wanted) {
-  const auto begin = base::now();
-  const int64_t asked = Receiver(said).number();
-  if (std::string held = said.substr(sizeof(int64_t)); !wanted || wanted->said != held) {
-    if (!mine) mine.emplace(views);
-    wanted = wanted_of(catalog, shared_from(group, *mine, held, options.timeout), mine->words(), held);
+using Fillings = std::deque<Filling>;
+
+std::string words_of(const Fillings& fillings, const LoadOptions& options, int rank) {
+  Sender out;
+  out.number(asked_by(options));
+  for (const Filling& one : fillings) {
+    out.number(one.chosen.strict ? 1 : 0);
+    out.text(one.holding.words(rank));
   }
-  options.strict = (asked & kStrict) != 0;
-  LoadReport report = compare(catalog, *wanted, options);
-  if ((asked & kCheckOnly) != 0) return report;
-  std::optional<Sums> sums;
-  if ((asked & kVerify) != 0) sums.emplace(catalog.path, wanted->tensors, wanted->there);
-  const std::vector<Reader::Job> jobs = jobs_of(views, *wanted, sums);
-  Reader reader(catalog, jobs);
-  comm::Parts parts(group, options.timeout, bytes_in_all(*wanted), options.progress);
-  parts.run([&] { return reader.part(); });
-  if ((asked & kProgress) != 0 || sums) {
-    const auto tell = [&] {
-      parts.tell();
-      return sums ? sums->words(group.rank(), jobs, reader.sums()) : std::string();
-    };
-    const auto check = [&](const std::vector<std::string>& everybody) {
-      if (sums) sums->compare(everybody);
-      return std::string();
-    };
-    comm::agree_on(group, base::after(options.timeout), tell, check);
+  return out.bytes();
+}
+
+/// Returns the comparison for when each rank has read what it wants; `end`: before that.
+comm::Comparison comparison_of(const Fillings& fillings, const std::function<void()>& end) {
+  const auto words = [&fillings, end] {
+    if (end) end();
+    Sender out;
+    for (const Filling& one : fillings) out.text(one.sum_words);
+    return out.bytes();
+  };
+  const auto sum_up = [&fillings](const std::vector<std::string>& by_rank) {
+    std::vector<Receiver> in(by_rank.begin(), by_rank.end());
+    for (const Filling& one : fillings) {
+      std::vector<std::string> sums;
+      for (Receiver& rank : in) sums.push_back(rank.text());
+      if (one.sums) one.sums->compare(sums);
+    }
+    return std::string();
+  };
+  return {words, sum_up};
+}
+
+/// `sum`: of all ranks' words. What they want fits, or throws the same on all ranks; then each reads its own. One step,
+/// if all are done within the time of a part.
+std::vector<LoadReport> load_agreed(Group& group, Fillings& fillings, const std::string& sum, const LoadCall& call,
+                                    const LoadOptions& options) {
+  Receiver in(sum);
+  const int64_t asked = in.number();
+  std::vector<LoadReport> reports;
+  int64_t total = 0;
+  for (Filling& one : fillings) {
+    one.chosen.strict = in.number() != 0;
+    one.wanted = shared_from(group, one.holding, in.text(), options.timeout);
+    one.look_up();
+    reports.push_back(one.compare());
+    total += one.bytes_in_all();
   }
-  report.bytes_read = reader.bytes();
-  report.seconds = base::seconds_since(begin);
-  return report;
+  if ((asked & kCheckOnly) != 0) return reports;
+  auto next = fillings.begin();
+  bool begun = false;
+  comm::Parts parts(group, options.timeout, total, options.progress);
+  const auto part = [&] {
+    if (!std::exchange(begun, true) && call.begin) call.begin(reports);
+    comm::Part all{0, false};
+    for (const comm::PartTime time; next != fillings.end() && !time.over();) {
+      const comm::Part one = next->part(group.rank(), (asked & kVerify) != 0);
+      all.bytes += one.bytes;
+      if (one.last) ++next;
+    }
+    return comm::Part{all.bytes, next == fillings.end()};
+  };
+  parts.run(part, comparison_of(fillings, call.end));
+  if ((asked & kProgress) != 0) agree(group, base::after(options.timeout), [&] { parts.tell(); });
+  for (size_t f = 0; f < reports.size(); ++f) reports[f].bytes_read = fillings[f].bytes_read;
+  return reports;
 }
 
 /// What was opened through timed calls, for whoever keeps it: the catalog goes first.
@@ -174,42 +233,45 @@ using KeptOpen = std::pair<std::shared_ptr<base::TimedCalls>, std::shared_ptr<co
 
 }  // namespace
 
-LoadReport load_from(Group& group, std::span<const TensorView> views, const Catalog& catalog,
-                     const LoadOptions& options, std::optional<Wanted>* kept) {
-  const auto begin = base::now();
-  check_memory(views);
-  std::optional<Wanted> own;
-  std::optional<Wanted>& wanted = kept != nullptr ? *kept : own;
-  std::optional<Holding> mine;
-  if (!wanted) mine.emplace(views);
-  const std::string told = words_of(asked_by(options), wanted ? wanted->told : mine->words());
-  const auto decide = [](const auto& words) { return Group::Decision{sum_up_words(words)}; };
-  const std::string said = group.decide(told, decide, base::after(options.timeout)).common;
-  LoadReport report = load_agreed(group, views, catalog, mine, said, options, wanted);
-  report.seconds = base::seconds_since(begin);
-  return report;
+LoadCall load_of(std::span<const TensorView> views, bool strict) {
+  LoadCall call;
+  call.choose = [=](const auto&, const auto&) { return std::vector<Chosen>{{{views.begin(), views.end()}, strict}}; };
+  return call;
 }
 
-LoadReport load_chosen(Group& group, const base::Path& path, const Choose& choose, LoadOptions options) {
+std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) const {
   const auto begin = base::now();
   const std::shared_ptr<base::TimedCalls> timed = timed_calls(group, options.timeout);
   const Environment machine{timed.get()};
   const InEnvironment here(&machine);
-  Chosen chosen;
-  std::optional<Holding> mine;
-  const auto told = [&](const std::shared_ptr<const Catalog>& catalog) {
-    const auto kept = std::make_shared<const KeptOpen>(timed, catalog);
-    chosen = choose({kept, catalog.get()});
-    options.strict = chosen.strict;
-    check_memory(chosen.views);
-    mine.emplace(chosen.views);
-    return words_of(asked_by(options), mine->words());
+  Fillings fillings;
+  const auto tell = [&](const std::string& words, const Catalogs& catalogs) {
+    std::vector<Chosen> chosen = choose(words, catalogs);
+    fillings.clear();
+    for (size_t f = 0; f < catalogs.size(); ++f) {
+      check_memory(chosen.at(f).views);
+      fillings.emplace_back(catalogs[f], std::move(chosen[f]));
+    }
+    return words_of(fillings, options, group.rank());
   };
-  const Discussed found = discuss_catalog(group, path, options.timeout, told, sum_up_words);
-  std::optional<Wanted> wanted;
-  LoadReport report = load_agreed(group, chosen.views, *found.catalog, mine, found.said, options, wanted);
-  report.seconds = base::seconds_since(begin);
-  return report;
+  const auto open_words = [&](const Location& location, Catalogs catalogs) {
+    for (auto& catalog : catalogs) {
+      const auto kept = std::make_shared<const KeptOpen>(timed, catalog);
+      catalog = {kept, kept->second.get()};
+    }
+    return tell(location.words, catalogs);
+  };
+  std::string sum;
+  if (open.empty()) {
+    sum = Finding{compared, find, open_words, sum_up_words}.run(group, options.timeout).sum;
+  } else {
+    if (compared.words) comm::agree_on(group, base::after(options.timeout), compared.words, compared.sum_up);
+    sum = comm::agree_on(
+        group, base::after(options.timeout), [&] { return tell({}, open); }, sum_up_words);
+  }
+  std::vector<LoadReport> reports = load_agreed(group, fillings, sum, *this, options);
+  for (LoadReport& report : reports) report.seconds = base::seconds_since(begin);
+  return reports;
 }
 
 void read_one(const Catalog& catalog, const TensorView& view) {
@@ -230,8 +292,17 @@ void read_one(const Catalog& catalog, const TensorView& view) {
 LoadReport load(Group& group, std::span<const TensorView> views, const std::filesystem::path& path,
                 const LoadOptions& options) {
   group.begin("load()", options.timeout);
-  const auto all = [&](const auto&) { return file::Chosen{{views.begin(), views.end()}, options.strict}; };
-  return file::load_chosen(group, path, all, options);
+  file::LoadCall call = file::load_of(views, options.strict);
+  call.find = [&] { return file::Location{path}; };
+  return std::move(call.run(group, options).front());
+}
+
+LoadReport load(Group& group, std::span<const TensorView> views, const Checkpoint& checkpoint,
+                const LoadOptions& options) {
+  group.begin("load()", options.timeout);
+  file::LoadCall call = file::load_of(views, options.strict);
+  call.open = {file::Inside::shared(checkpoint)};
+  return std::move(call.run(group, options).front());
 }
 
 }  // namespace shardow

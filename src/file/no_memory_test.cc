@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <iterator>
 
-#include "base/allocations.h"
+#include "base/allocations_fixture.h"
 #include "file/checkpoint_fixture.h"
 #include "file/names.h"
 

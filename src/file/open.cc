@@ -12,10 +12,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-Checkpoint opened(file::Catalog catalog) {
-  return file::Inside::make(std::make_shared<const file::Catalog>(std::move(catalog)));
-}
-
 }  // namespace
 
 Checkpoint Checkpoint::open(const std::filesystem::path& path) {
@@ -28,14 +24,14 @@ std::vector<Checkpoint> Checkpoint::open_files(const std::filesystem::path& dire
 }
 
 Checkpoint Checkpoint::open(Group& group, const std::filesystem::path& path, milliseconds timeout) {
-  return opened(file::share_catalog(group, path, timeout));
+  return file::Inside::make(file::share_catalogs(group, path, {}, timeout).front());
 }
 
 std::vector<Checkpoint> Checkpoint::open_files(Group& group, const std::filesystem::path& directory,
                                                const std::vector<std::string>& names, milliseconds timeout) {
   std::vector<Checkpoint> found;
-  for (file::Catalog& one : file::share_catalogs(group, directory, names, timeout))
-    found.push_back(opened(std::move(one)));
+  for (auto& one : file::share_catalogs(group, directory, names, timeout))
+    found.push_back(file::Inside::make(std::move(one)));
   return found;
 }
 
@@ -79,12 +75,6 @@ void Checkpoint::read(std::string_view name, int64_t begin, int64_t end, std::sp
 
 void Checkpoint::read(const TensorView& view) const {
   file::read_one(*catalog_, view);
-}
-
-LoadReport load(Group& group, std::span<const TensorView> views, const Checkpoint& checkpoint,
-                const LoadOptions& options) {
-  group.begin("load()", options.timeout);
-  return file::load_from(group, views, file::Inside::of(checkpoint), options);
 }
 
 }  // namespace shardow

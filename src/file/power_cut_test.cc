@@ -55,11 +55,14 @@ class PowerCut : public Checkpoints {
     if (bytes.size() < 8 || bytes.substr(0, 8) == std::string(8, '\0')) return true;
     try {
       auto group = solo();
-      const file::Catalog catalog = file::share_catalog(*group, path, std::chrono::seconds(10));
+      const file::Catalogs catalogs = file::share_catalogs(*group, path, {}, std::chrono::seconds(10));
       std::vector<Held> held;
-      for (const file::Stored& one : catalog.tensors)
+      for (const file::Stored& one : catalogs.front()->tensors)
         held.emplace_back(one.entry.name, one.entry.dtype, Region::whole(one.entry.shape));
-      file::load_from(*group, views_of(held), catalog, {});
+      const auto views = views_of(held);
+      file::LoadCall call = file::load_of(views, true);
+      call.open = catalogs;
+      call.run(*group, {});
       return true;
     } catch (const Error&) {
       return false;

@@ -100,10 +100,16 @@ std::string list_text(const Target& target, const Layout& layout, const std::str
   return with_listing(given.empty() ? "{}" : given, listing);
 }
 
-/// Returns `part`. A rank finishes what it has written before it tells that this was its last part.
-comm::Part ended(comm::Part part, const std::function<void()>& finish) {
-  if (part.last && finish) finish();
-  return part;
+/// Combines the checksums of all ranks on rank 0, along a tree of those that send each other blocks: rank r hears from
+/// 2 r + 1 and 2 r + 2. No round: a rank throws where what it waits for does not come, and then those above it do.
+void join_checksums(Group& group, std::span<uint64_t> sums, Deadline deadline) {
+  std::vector<uint64_t> received(sums.size());
+  for (const int below : {2 * group.rank() + 1, 2 * group.rank() + 2}) {
+    if (below >= group.size()) continue;
+    group.recv(std::as_writable_bytes(std::span(received)), below, deadline);
+    for (size_t i = 0; i < sums.size(); ++i) sums[i] ^= received[i];
+  }
+  if (group.rank() > 0) group.send(std::as_bytes(sums), (group.rank() - 1) / 2, deadline);
 }
 
 }  // namespace
@@ -114,16 +120,16 @@ using namespace file;
 struct StagedSave::Plan {
   std::unique_ptr<base::TimedCalls> timed;  ///< where calls are the machine's own
   Group& group;
-  SaveOptions options;
   const file::Producer* producer;  ///< of what has no memory; may be null
-  bool hugging_face;               ///< files are named by us, and have an index where there are several
-  file::Call call;
-  std::optional<file::Layout> layout;
-  std::optional<file::Target> target;
-  std::unique_ptr<file::Staging> staging;  ///< rank 0's
-  std::vector<file::Mine> mine;
+  SaveOptions options = {};
+  bool hugging_face = false;  ///< files are named by us, and have an index where there are several
+  file::Call call = {};
+  std::optional<file::Layout> layout = {};
+  std::optional<file::Target> target = {};
+  std::unique_ptr<file::Staging> staging = {};  ///< rank 0's
+  std::vector<file::Mine> mine = {};
   int64_t written = 0;
-  base::Time begin;
+  base::Time begin = base::now();
   Environment machine{timed.get()};
   bool staged = false, begun = false;
 
@@ -136,7 +142,7 @@ struct StagedSave::Plan {
   std::deque<file::Output> outputs() const;
   void write_anywhere();
   void write_in_sequence();
-  void commit(const std::function<void()>& before);
+  void commit(const std::function<void()>& join, const std::function<void()>& before);
   void give_up() noexcept;
   SaveReport report() const;
 };
@@ -174,29 +180,33 @@ void StagedSave::Plan::write_anywhere() {
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
   comm::Parts parts(group, options.timeout, layout->total(), options.progress);
-  const std::function<void()> finish = [&] {
-    for (Output& one : outputs) one.finish();
-    for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
-  };
+  const bool moves_blocks = group.moves_blocks();
   const std::vector<bool> shared =
-      group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
-  const auto divided = std::count(shared.begin(), shared.end(), true);
-  if (divided == 0 || divided < std::ssize(shared)) {
-    std::vector<Mine> alone;
-    std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone),
-                 [&](const Mine& one) { return !shared[one.tensor]; });
-    Direct direct(alone, *layout, outputs, false);
-    parts.run([&] { return ended(direct.part(), divided > 0 ? nullptr : finish); });
-  }
-  if (divided > 0) {
-    StripeWriter stripes(group, options.timeout, mine, *layout, output,
-                         plan_rounds(*layout, shared, group.size(), false), false);
-    parts.run([&] { return ended(stripes.round(), finish); });
-  }
+      moves_blocks ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
+  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false),
+                       false);
+  std::vector<Mine> alone;
+  std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone),
+               [&](const Mine& one) { return !shared[one.tensor]; });
+  Direct direct(alone, *layout, outputs, false);
+  parts.run([&] {
+    const comm::Part striped = stripes.round();  // while any rank has one
+    if (!striped.last) return striped;
+    comm::Part part = direct.part();
+    part.bytes += striped.bytes;
+    if (part.last) {  // a rank finishes what it has written before it tells that this was its last part
+      for (Output& one : outputs) one.finish();
+      for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
+    }
+    return part;
+  });
   if (producer != nullptr && producer->check) producer->check();
-  if (options.checksums) group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
+  if (options.checksums && !moves_blocks) group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
   written = output.written();
-  commit([&] {
+  const auto join = [&] {
+    if (options.checksums && moves_blocks && !output.crcs().empty()) join_checksums(group, output.crcs(), patience());
+  };
+  commit(join, [&] {
     parts.tell();
     if (options.checksums) layout->set_checksums(output.crcs());
     for (const FilePlan& file : layout->files()) write_header(target->file(file.name), file);
@@ -226,17 +236,22 @@ void StagedSave::Plan::write_in_sequence() {
   StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true),
                        true);
   comm::Parts parts(group, options.timeout, layout->total(), options.progress);
-  parts.run([&] { return ended(stripes.round(), [&] { output.finish(); }); });
+  parts.run([&] {
+    const comm::Part part = stripes.round();
+    if (part.last) output.finish();
+    return part;
+  });
   if (producer != nullptr && producer->check) producer->check();
   written = output.written();
-  commit([&] { parts.tell(); });
+  commit([] {}, [&] { parts.tell(); });
 }
 
-/// (6). `before`: what rank 0 does before it publishes.
-void StagedSave::Plan::commit(const std::function<void()>& before) {
+/// (6). `join`: what all ranks do for rank 0, `before`: what that does before it publishes.
+void StagedSave::Plan::commit(const std::function<void()>& join, const std::function<void()>& before) {
   const std::string names = comm::agree_on(
       group, deadline(),
       [&] {
+        join();
         if (group.rank() != 0) return std::string();
         before();
         Staging::Texts texts{options.texts, {}};
@@ -270,26 +285,21 @@ SaveReport StagedSave::Plan::report() const {
 
 StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path,
                        const SaveOptions& options)
-    : StagedSave(group, files, path, options, nullptr) {}
+    : StagedSave(group, {[&] {
+                   return Request{{files.begin(), files.end()}, path, options};
+                 }},
+                 options.timeout) {}
 
-StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path,
-                       const SaveOptions& options, const Producer* producer)
-    : plan_(new Plan{timed_calls(group, options.timeout),
-                     group,
-                     options,
-                     producer,
-                     files.size() == 1 && files[0].name.empty(),
-                     {},
-                     {},
-                     {},
-                     {},
-                     {},
-                     0,
-                     base::now()}) {
+StagedSave::StagedSave(Group& group, const SaveCall& call, std::chrono::milliseconds timeout)
+    : plan_(new Plan{timed_calls(group, timeout), group, call.producer}) {
   Plan& plan = *plan_;
   const InEnvironment here(plan.environment());
+  plan.call = same_call(group, call, timeout);  // (1)
+  const auto& [files, path, options] = plan.call.request;
+  plan.options = options;
+  plan.options.timeout = timeout;
+  plan.hugging_face = files.size() == 1 && files[0].name.empty();
   const bool directory = makes_directory(files, path);
-  plan.call = same_call(group, files, path, options, producer);  // (1)
   const std::vector<Tensors>& tensors = plan.call.tensors;
   std::vector<Volume> volumes;
   for (size_t f = 0; f < files.size(); ++f) {
@@ -312,7 +322,8 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
   });
   plan.target->nonce = plan.call.nonce;
   plan.target->host = plan.call.host;
-  plan.mine = own_parts(group.rank(), *arrangement, tensors, files, producer);
+  plan.mine = own_parts(group.rank(), *arrangement, tensors, files, call.producer);
+  plan.call.request = {};
 }
 
 StagedSave::StagedSave(Group& group, std::span<const TensorView> tensors, const std::filesystem::path& path,
@@ -371,10 +382,14 @@ SaveReport StagedSave::write() {
   return plan.report();
 }
 
+std::unique_ptr<StagedSave> SaveCall::begin(Group& group, std::chrono::milliseconds timeout) const {
+  return std::unique_ptr<StagedSave>(new StagedSave(group, *this, timeout));
+}
+
 SaveReport Producer::save(Group& group, std::span<const TensorView> tensors, const std::filesystem::path& path,
                           const SaveOptions& options) const {
-  const SaveFile file{"", {tensors.begin(), tensors.end()}};
-  return StagedSave(group, {&file, 1}, path, options, this).write();
+  const auto request = [&] { return Request{{{"", {tensors.begin(), tensors.end()}}}, path, options}; };
+  return SaveCall{request, this}.begin(group, options.timeout)->write();
 }
 
 SaveReport save(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path,

@@ -1,12 +1,12 @@
 // Ranks mostly hold the same tensors, and many tensors lie alike: those of one shape that are cut the same way. So:
 //
 //   1. a rank lists its tensors: name, dtype, shape, and a number for the region; equal regions have one number (a
-//   class). It tells a
-//      digest of the list, and the region of each class
+//   class). It tells a digest of the list, and the region of each class; ranks 0 and 1 a short list too, since of a
+//   sharded model rank 0 has more than others, who have the same
 //   2. one rank puts those together that have the same digest (a kind of ranks; kinds.h), and tells all: the kinds, and
-//   for each class
-//      the regions of the kind's ranks
-//   3. where there is one kind, its list is everybody's own. Else the first rank of each kind tells its list
+//   for each class the regions of the kind's ranks
+//   3. where there is one kind, its list is everybody's own. Else those that were told are known; where one was not,
+//   the first rank of each kind tells its list
 //
 // Pieces are made once for a class and shared by all its tensors.
 //
@@ -135,16 +135,21 @@ void check_same(const Listed& first, const Listed& one, int64_t rank) {
 std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::vector<Kind>& kinds,
                                   milliseconds timeout) {
   if (kinds.size() == 1) return {mine.list()};
+  std::vector<std::string> lists;
+  for (const Kind& kind : kinds) {
+    if (!kind.list.empty()) lists.push_back(unpacked(kind.list));
+  }
+  if (lists.size() == kinds.size()) return lists;
+  lists.clear();
   const bool tells =
       std::any_of(kinds.begin(), kinds.end(), [&](const Kind& kind) { return kind.ranks[0] == group.rank(); });
-  const auto join = [&](const std::vector<std::string>& everybody) {
+  const auto join = [&](const std::vector<std::string>& by_rank) {
     Sender out;
-    for (const Kind& kind : kinds) out.text(everybody.at(static_cast<size_t>(kind.ranks[0])));
+    for (const Kind& kind : kinds) out.text(by_rank.at(static_cast<size_t>(kind.ranks[0])));
     return Group::Decision{packed(out.bytes())};
   };
   const std::string all =
       unpacked(group.decide(tells ? "+" + mine.list() : std::string(), join, base::after(timeout)).common);
-  std::vector<std::string> lists;
   for (Receiver in(all); !in.done();) lists.push_back(in.text().substr(1));
   return lists;
 }
@@ -176,19 +181,30 @@ Holding::Holding(std::span<const TensorView> views) {
     list.number(class_of_last);
   }
   list_ = list.bytes();
-  words_ = "+" + digest(list_) + packed(regions.bytes());
+  regions_ = regions.bytes();
 }
 
-std::string sum_up(std::span<const std::string> everybody) {
+std::string Holding::words(int rank) const {
+  constexpr size_t kShort = 2048;
+  const std::string list = rank <= 1 ? packed(list_) : std::string();
+  Sender out;
+  out.text(list.size() <= kShort ? list : std::string());
+  out.text(packed(regions_));
+  return "+" + digest(list_) + out.bytes();
+}
+
+std::string sum_up(std::span<const std::string> by_rank) {
   std::vector<Kind> kinds;  // (2)
   std::map<std::string, size_t> known;
   const size_t digest_bytes = digest("").size();
-  for (size_t rank = 0; rank < everybody.size(); ++rank) {
-    const auto [found, is_new] = known.try_emplace(everybody[rank].substr(1, digest_bytes), kinds.size());
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    const auto [found, is_new] = known.try_emplace(by_rank[rank].substr(1, digest_bytes), kinds.size());
     if (is_new) kinds.emplace_back();
     Kind& kind = kinds[found->second];
     kind.ranks.push_back(static_cast<int64_t>(rank));
-    const std::string regions = unpacked(std::string_view(everybody[rank]).substr(1 + digest_bytes));
+    Receiver told(std::string_view(by_rank[rank]).substr(1 + digest_bytes));
+    if (std::string list = told.text(); !list.empty()) kind.list = std::move(list);
+    const std::string regions = unpacked(told.text());
     size_t of_class = 0;
     for (Receiver in(regions); !in.done(); ++of_class) {
       if (of_class == kind.regions.size()) kind.regions.emplace_back();
@@ -196,7 +212,7 @@ std::string sum_up(std::span<const std::string> everybody) {
     }
   }
   std::string all;
-  for (const std::string& one : everybody) all += digest(one);
+  for (const std::string& one : by_rank) all += digest(one);
   return pack(kinds, digest(all));
 }
 
@@ -229,7 +245,7 @@ std::shared_ptr<const std::vector<Shared>> share(Group& group, std::span<const T
                                                  milliseconds timeout) {
   const Holding held(views);
   const auto decide = [](const std::vector<std::string>& words) { return Group::Decision{sum_up(words)}; };
-  const std::string summary = group.decide(held.words(), decide, base::after(timeout)).common;
+  const std::string summary = group.decide(held.words(group.rank()), decide, base::after(timeout)).common;
   return std::make_shared<const std::vector<Shared>>(shared_from(group, held, summary, timeout));
 }
 

@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "shardow/region.h"
-#include "tensor/region_oracle.h"
+#include "tensor/region_oracle_fixture.h"
 
 namespace shardow::oracle {
 namespace {

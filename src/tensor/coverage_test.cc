@@ -6,7 +6,7 @@
 
 #include "base/errors.h"
 #include "shardow/region.h"
-#include "tensor/region_oracle.h"
+#include "tensor/region_oracle_fixture.h"
 
 namespace shardow {
 namespace {

@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "base/errors.h"
-#include "tensor/region_oracle.h"
+#include "tensor/region_oracle_fixture.h"
 
 namespace shardow {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "base/errors.h"
 #include "tensor/coverage.h"
-#include "tensor/region_oracle.h"
+#include "tensor/region_oracle_fixture.h"
 
 namespace shardow::oracle {
 namespace {

@@ -1,8 +1,8 @@
 #include <gtest/gtest.h>
 
-#include "base/allocations.h"
+#include "base/allocations_fixture.h"
 #include "shardow/region.h"
-#include "tensor/region_oracle.h"
+#include "tensor/region_oracle_fixture.h"
 
 namespace shardow {
 namespace {

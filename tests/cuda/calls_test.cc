@@ -10,7 +10,7 @@
 #include <mutex>
 #include <thread>
 
-#include "base/allocations.h"
+#include "base/allocations_fixture.h"
 #include "fake.h"
 #include "file/device.h"
 #include "graph_calls.h"

@@ -28,7 +28,7 @@ from shardow.averages.swap import Swap
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.files.reading import choose
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, check_equal, common_of
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.swap_guard import read, refuse_foreign
 from shardow.model.view import find
@@ -154,13 +154,11 @@ class Averages:
         self.unfrozen.look(everywhere=True)
         return state
 
-    def ready_to_hand_out(
+    def hand_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
-    ) -> str:
-        """Before one rank's bytes stand for all that hold the same: raises on every rank where those differ.
-        ``others``: what of the model is handed out too, wherever it lies now. ``asked()``: as together()'s; may raise.
-        Returns the state of all ranks.
-        """
+    ) -> HandOut:
+        """The comparison before one rank's bytes stand for all that hold the same. ``others``: what of the model is
+        handed out too, wherever it lies now. ``asked()``: as together()'s; may raise."""
         facts: dict[str, Any] = {}
 
         def find() -> Iterable[Common | None]:
@@ -174,7 +172,15 @@ class Averages:
             return chain(common, (common_of(one) for one in others() if one in weights))
 
         states = self.state_round(what, facts)
-        return self.in_force(states.state_of_all(check_equal(what, find, self.team, DIFFERENT_WEIGHTS, states)))
+        return HandOut(self, EqualCopies(what, find, self.team, DIFFERENT_WEIGHTS, states), states)
+
+    def ready_to_hand_out(
+        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
+    ) -> str:
+        """Raises on every rank where what is handed out differs, by hand_out(). Returns the state of all ranks.
+        Collective, one round."""
+        comparison = self.hand_out(what, others, asked)
+        return comparison.of_all(self.team.agree_on(what, comparison.words, comparison.sum_up))
 
     def tracked_weights(self) -> list[Tracked]:
         """Without buffers, of which each rank has its own: batch statistics."""
@@ -403,3 +409,25 @@ class Averages:
                 f"an EMA of a model that {self.team.size} ranks share can't be {how}: each has a part. {way_out}"
             )
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}
+
+
+class HandOut:
+    """A round before one rank's averages stand for all that hold the same; see Averages.hand_out()."""
+
+    def __init__(self, averages: Averages, copies: EqualCopies, states: _state.StateRound) -> None:
+        self._averages, self._copies, self._states = averages, copies, states
+
+    def words(self) -> bytes:
+        return self._copies.words()
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return self._copies.sum_up(by_rank)
+
+    def of_all(self, total: bytes) -> str:
+        """Returns the state of all ranks. Raises on every rank where ranks differ. Collective."""
+        return self._averages.in_force(self._states.state_of_all(self._copies.of_all(total)))
+
+    def texts(self, total: bytes) -> list[dict[str, str]]:
+        """of_all(), of a save whose metadata do not depend on it."""
+        self.of_all(total)
+        return []

@@ -17,11 +17,11 @@ from shardow import _core, errors
 from shardow.averages import lineage
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
-from shardow.averages.state_dict import Decay, OptionsFrom, renew_keys, saved_keys
+from shardow.averages.state_dict import Decay, OptionsFrom, renew_keys
 from shardow.base.checks import invalid, one_of, whole
-from shardow.base.progress import Progress, shown
+from shardow.base.progress import Progress
 from shardow.files import engine, paths
-from shardow.files.background import SaveHandle, settle
+from shardow.files.background import SaveHandle
 from shardow.files.reading import choose
 from shardow.model import dtypes
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
@@ -29,29 +29,44 @@ from shardow.model.extra_state import extra_states
 from shardow.model.local import refuse_all_odd
 from shardow.model.saved_form import saved_form
 from shardow.ranks.gather import Part
-from shardow.ranks.team import Team, naming
+from shardow.ranks.team import SameFacts, Team
 
 Report = dict[str, Any]
 Metadata = Mapping[str, str] | None
 
 
-def files_to_save(
-    averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata,
-    dtype: torch.dtype | str | None = None, named: bool = False,
-) -> tuple[list[engine.FileParts], dict[str, Any]]:  # fmt: skip
-    """Returns the files and the engine's options, after all ranks have agreed. Collective."""
+class Saving:
+    """A save of averages in its first round, on this rank."""
 
-    options: dict[str, Any] = {}
+    def __init__(
+        self, averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata,
+        dtype: torch.dtype | str | None = None, named: bool = False,
+    ) -> None:  # fmt: skip
+        self._averages, self._what, self._named = averages, what, named
+        self._limit, self._metadata, self._dtype = max_shard_size, metadata, dtype
+        self._hand_out = averages.hand_out(what)
 
-    def check() -> dict[str, Any]:
-        if max_shard_size is not None and len(averages.keys) > 1:
-            raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
-        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(engine.texts(metadata)):
-            raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
-        options.update(engine.dtype_and_limit(dtype, max_shard_size))
-        return {}
+    def find(self) -> tuple[list[engine.FileParts], dict[str, Any]]:
+        """Returns the files, and the engine's options. May raise."""
+        averages, metadata = self._averages, engine.texts(self._metadata)
+        averages.handed_out(self._what)
+        if self._limit is not None and len(averages.keys) > 1:
+            raise invalid(f"{self._what}: max_shard_size= goes with one decay; of several, each average has one file")
+        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(metadata):
+            raise invalid(f"{self._what}: metadata {key!r} is the EMA's own state; choose another key")
+        options = engine.dtype_and_limit(self._dtype, self._limit)
+        return _files(averages, averages.engine.state(), metadata, self._named), options
 
-    return _files(averages, averages.ready_to_hand_out(what, asked=check), engine.texts(metadata), named), options
+    def words(self) -> bytes:
+        return self._hand_out.words()
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return self._hand_out.sum_up(by_rank)
+
+    def texts(self, total: bytes) -> list[dict[str, str]]:
+        """Returns the state of all ranks for each file."""
+        state = self._hand_out.of_all(total)
+        return [texts for _, texts in _core.ema_files(self._averages.engine, state)]
 
 
 def snapshot(
@@ -75,11 +90,17 @@ def snapshot(
     averages.lineage.see(now)  # type: ignore[union-attr]
     if now.step == 0 or now.step // every <= mine.last // every:  # none is due
         return None
-    averages.team.agree(lineage.WHAT, lambda: mine.check(now.step) if averages.team.rank == 0 else None)
-    files, options = files_to_save(averages, lineage.WHAT, None, None, dtype, named=True)
+    saving = Saving(averages, lineage.WHAT, None, None, dtype, named=True)
+
+    def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
+        if averages.team.rank == 0:
+            mine.check(now.step)
+        files, options = saving.find()
+        _refuse_infinite(files, chosen)
+        return files, options
+
     write = engine.write_in_background if asynchronous else engine.write
-    averages.team.agree(lineage.WHAT, lambda: _refuse_infinite(files, chosen))
-    told = write(files, where / directory_of(now.step), averages.team, progress=progress, **options)
+    told = write(find, where / directory_of(now.step), averages.team, saving, progress=progress, what=lineage.WHAT)
     mine.last = now.step
     return told
 
@@ -195,18 +216,15 @@ def load(
     progress: Progress | None,
 ) -> Report:  # fmt: skip
     """See EMA.load()."""
-
-    def ready() -> str:
-        averages.swap.refuse("load()")
-        one_of("options", options, ("file", "own"))
-        return paths.to_read(path)
-
-    team = averages.team
-    where = team.agree("load()", ready)
-    settle(team.process_group)
-    with naming(f"load() of {where}"):
-        files = _core.open_ema(team.group, averages.engine, where, getattr(_core.OptionsFrom, options), team.timeout)
-        return Loading(averages, files, where, options, strict, verify, progress).take()
+    loading = _FileLoad(averages, path, bool(strict), bool(verify), options)
+    with averages.or_as_before():
+        reports = loading.run(path, averages.team, verify=bool(verify), progress=progress)
+        loading.taking.finish("load()")
+    missing, unexpected = (
+        [*dict.fromkeys(name for one in reports for name in one[list_])] for list_ in ("missing", "unexpected")
+    )
+    bytes_read, seconds = sum(one["bytes_read"] for one in reports), max(one["seconds"] for one in reports)
+    return {"missing": missing, "unexpected": unexpected, "bytes_read": bytes_read, "seconds": seconds}
 
 
 def export(
@@ -215,11 +233,12 @@ def export(
 ) -> Report:  # fmt: skip
     """See EMA.export(). ``pretrained``: tensors are those of transformers' save_pretrained()."""
     team = averages.team
-    averages.ready_to_hand_out("export()", averages.others, averages.asked(decay))
-    k = choose(averages.keys, decay)
-    others = averages.others()
+    hand_out = averages.hand_out("export()", averages.others, averages.asked(decay))
 
-    def check() -> tuple[list[Part], dict[str, Any]]:
+    def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
+        averages.handed_out("export()")
+        averages.swap.ready("export()")
+        k, others = choose(averages.keys, decay), averages.others()
         refuse_all_odd(others)
         own = {row.name: row.local.tensor.dtype for row in averages.tracked}
         own |= {local.name: local.tensor.dtype for local in others}
@@ -228,41 +247,63 @@ def export(
         parts, cast = engine.in_dtypes(parts, own, dtypes.floating(dtype))
         if pretrained and (form := saved_form(averages.view)):
             parts = form.parts(parts)
-        return parts, {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
+        extra = extra_states(averages.view.model) if team.rank == 0 else {}
+        file = engine.with_extra("", parts, extra, engine.texts(metadata))
+        return [file], {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
 
-    parts, options = team.agree("export()", check)
-    extra = extra_states(averages.view.model) if team.rank == 0 else {}
-    file = engine.with_extra("", parts, extra, engine.texts(metadata))
-    return engine.write([file], path, team, progress=progress, **options)
+    return engine.write(find, path, team, hand_out, progress=progress, what="export()")
 
 
-class Loading:
-    """load() from files that are open: whatever does not fit is listed when this is made, before anything has changed.
-    Collective.
-    """
+class Taking:
+    """Averages that go on from files: what one rank does in an engine.Load, within or_as_before()."""
+
+    def __init__(self, averages: Averages, options: OptionsFrom) -> None:
+        self._averages = averages
+        self.loading = _core.Loading(averages.engine, getattr(_core.OptionsFrom, options))
+
+    def choose(self, files: Sequence[_core.Checkpoint], where: str) -> list[list[Part]]:
+        """Returns what is read of each file; they are in the order of the averages. Raises for what does not fit."""
+        metadata = files[0].metadata
+        self._record, self._state = metadata.get(_core.RECORD_KEY), metadata.get(_core.STATE_KEY, "")
+        lineage.check(self._record, len(files), where)
+        self.loading.check(list(files), where)
+        return [self._averages.parts(k) for k in range(len(files))]
+
+    def finish(self, what: str) -> None:
+        """On every rank, when all have read."""
+        averages = self._averages
+        renew_keys(averages, what, self.loading.changed)
+        averages.go_on_from(lineage.taken(averages.engine, self._record, self._state, averages.keys))
+
+
+class _FileLoad(engine.Load):
+    """EMA.load() of one rank."""
 
     def __init__(
-        self, averages: Averages, files: Sequence[_core.Checkpoint], where: str, options: OptionsFrom,
-        strict: bool = True, verify: bool = True, progress: Progress | None = None,
-    ) -> None:  # fmt: skip
-        """``files``: in the order of the averages; ``where`` is for messages."""
-        self._averages, metadata = averages, files[0].metadata
-        self._record, self._state = metadata.get(_core.RECORD_KEY), metadata.get(_core.STATE_KEY, "")
-        lineage.check(self._record, len(files), where)  # the same on every rank
-        progress = shown(progress, "load", averages.team.rank)
-        self._loading = _core.Loading(
-            averages.team.group, averages.engine, files, where, getattr(_core.OptionsFrom, options),
-            strict=bool(strict), verify=bool(verify), timeout=averages.team.timeout, progress=progress,
-        )  # fmt: skip
+        self, averages: Averages, path: paths.StrPath, strict: bool, verify: bool, options: OptionsFrom
+    ) -> None:
+        self._averages, self._path, self._options, self._strict = averages, path, options, strict
+        facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
+        self._same = SameFacts("load()", lambda: facts)
 
-    def take(self) -> Report:
-        averages = self._averages
-        with averages.or_as_before():
-            taken: tuple[Report, list[tuple[str, str, str]]] = self._loading.take()
-            report, changed = taken
-            renew_keys(averages, "load()", changed)
-        averages.go_on_from(lineage.taken(averages.engine, self._record, self._state, averages.keys))
-        return report
+    def words(self) -> bytes:
+        self._averages.swap.refuse("load()")
+        one_of("options", self._options, ("file", "own"))
+        self._where = paths.to_read(self._path)
+        self.taking = Taking(self._averages, self._options)
+        return self._same.words()
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return self._same.sum_up(by_rank)
+
+    def find(self) -> tuple[str, list[str], bytes]:
+        return self._where, self.taking.loading.names_at(self._where), b""
+
+    def choose(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+        return [(parts, self._strict) for parts in self.taking.choose(files, self._where)]
+
+    def begin(self, _: list[Report]) -> None:
+        self.taking.loading.begin(self._averages.team.rank)
 
 
 def common_beside(averages: Averages, what: str) -> list[Common | None]:
@@ -272,31 +313,18 @@ def common_beside(averages: Averages, what: str) -> list[Common | None]:
 
 
 def to_save_beside(
-    averages: Averages, what: str, metadata: Mapping[str, str], everybody: Team, state: str | None
+    averages: Averages, what: str, metadata: Mapping[str, str], savers: Team, state: str | None
 ) -> dict[str, engine.FileParts]:
-    """Returns by key the files of averages in a directory that has others; ``everybody``: who saves that. ``state``:
+    """Returns by key the files of averages in a directory that has others; ``savers``: who saves that. ``state``:
     that of all ranks, which have compared it; None where averages have other ranks. Collective then."""
     state = averages.ready_to_hand_out(what) if state is None else averages.in_force(state)
     files = _files(averages, state, metadata, named=True)
-    if averages.team.size < everybody.size:  # each rank of its own: they must have the same
+    if averages.team.size < savers.size:  # each rank of its own: they must have the same
         rows = averages.tracked_weights()
-        states = _state.StateRound(what, everybody, averages.engine.state, {})
+        states = _state.StateRound(what, savers, averages.engine.state, {})
         total = check_equal(
-            what, lambda: [common_of(row.local, average) for row in rows for average in row.averages], everybody,
+            what, lambda: [common_of(row.local, average) for row in rows for average in row.averages], savers,
             DIFFERENT_WEIGHTS, states,
         )  # fmt: skip
         states.state_of_all(total)
     return dict(zip(averages.keys, files, strict=True))
-
-
-def loading_beside(
-    averages: Averages, files: Mapping[str, _core.Checkpoint], where: str, options: OptionsFrom
-) -> Loading:
-    """``files``: all averages of a step, by their keys. Collective."""
-
-    def ready() -> list[str]:
-        averages.swap.refuse("restore()")
-        return saved_keys(averages, list(files), options, where)
-
-    keys = averages.team.agree("restore()", ready)
-    return Loading(averages, [files[key] for key in keys], where, options)

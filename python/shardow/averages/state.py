@@ -189,9 +189,9 @@ class StateRound:
         self._agreement = _core.StateWords(self._what, self._own, facts)
         return self._agreement.words
 
-    def sum_up(self, everybody: list[bytes]) -> bytes:
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
         """Raises ValueError where ranks have made other updates."""
-        return self._agreement.sum_up(everybody) if self._team.size > 1 else b""
+        return self._agreement.sum_up(by_rank) if self._team.size > 1 else b""
 
     def state_of_all(self, total: bytes) -> str:
         """This rank's state with what each rank counts for itself summed over the ranks. Raises ValueError on every

@@ -250,26 +250,26 @@ class Swap(SwapMemory):
         moves, exchange, refusal = self._try_to_prepare()
         shared = self._average.swap_state.shared
         try:
-            everybody = meeting.tell(Status(shared, error, None if refusal is None else str(refusal)))
+            by_rank = meeting.tell(Status(shared, error, None if refusal is None else str(refusal)))
         except errors.Error as missing:
             if shared:
                 raise self._still_there(missing) from None
             self._bring_back(moves)
             raise
-        if everybody is None and not shared:  # nobody's parts were touched here
+        if by_rank is None and not shared:  # nobody's parts were touched here
             self._bring_back(moves)
             return
-        if everybody is None or any(one.refusal for one in everybody):
-            others = [f"rank {rank}: {one.refusal}" for rank, one in enumerate(everybody or ()) if one.refusal]
+        if by_rank is None or any(one.refusal for one in by_rank):
+            others = [f"rank {rank}: {one.refusal}" for rank, one in enumerate(by_rank or ()) if one.refusal]
             why = others[0] if others else "other ranks were still inside swapped()"
             raise self._still_there(refusal or errors.make("peer_failed", why))
         try:
-            self._bring_back(moves, exchange if any(one.shared for one in everybody) else None)
+            self._bring_back(moves, exchange if any(one.shared for one in by_rank) else None)
         except Exception as lost:
             if not self.swapped:
                 raise
             raise self._still_there(lost) from None
-        meeting.raise_for(everybody)
+        meeting.raise_for(by_rank)
 
     def _still_there(self, error: Exception) -> Exception:
         self._why = f"{LEAVING}: {error}"

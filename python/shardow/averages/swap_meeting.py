@@ -67,12 +67,12 @@ class Meeting:
             note = self._team.noted(self._key)
             raise errors.make("peer_failed", note) if note else missing from None
 
-    def raise_for(self, everybody: Sequence[Status] | None) -> None:
+    def raise_for(self, by_rank: Sequence[Status] | None) -> None:
         """On ranks that fared well, where another did not."""
         failed = [
-            f"rank {rank} left swapped() with {one.failure}" for rank, one in enumerate(everybody or ()) if one.failure
+            f"rank {rank} left swapped() with {one.failure}" for rank, one in enumerate(by_rank or ()) if one.failure
         ]
-        if everybody and failed and not everybody[self._team.rank].failure:
+        if by_rank and failed and not by_rank[self._team.rank].failure:
             raise errors.make("peer_failed", f"{'; '.join(failed)}. The weights are back on this rank")
 
 

@@ -105,8 +105,9 @@ class Checkpoints:
         files, texts = files_to_save(step, given, {} if state is None else state, team)
         path = self.directory / manifest.directory_of(step)
         write = engine.write_in_background if asynchronous else engine.write
+        options = {"texts": texts, "commit": manifest.NAME}
         return write(
-            files, path, team, lambda: self._retire(step), progress=progress, texts=texts, commit=manifest.NAME
+            lambda: (files, options), path, team, None, lambda: self._retire(step), progress=progress, what=WHAT
         )
 
     def _retire(self, step: int) -> None:
@@ -164,7 +165,7 @@ class Checkpoints:
         asked = {"model": model, "averages": averages, "optimizer": optimizer, "scheduler": scheduler}
         skipped = {name for name, one in asked.items() if isinstance(one, str)}
 
-        def check() -> dict[str, Any]:
+        def ask() -> tuple[Given, set[str], dict[str, Any]]:
             for name in skipped:
                 one_of(name, asked[name], ("skip", "from_model") if name == "averages" else ("skip",))
             for name, how in ({} if absent is None else instance("absent", absent, Mapping)).items():
@@ -174,20 +175,10 @@ class Checkpoints:
                         f"{', '.join(f'{k!r}: {v!r}' for k, v in restoring.ABSENT.items())}"
                     )
             named = {name: None if name in skipped else one for name, one in asked.items()}
-            wanted.append(Given.of(restoring.WHAT, **named))
             facts = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {})}
-            return {**facts, "random": random, "options": options}
+            return Given.of(restoring.WHAT, **named), skipped, {**facts, "random": random, "options": options}
 
-        wanted: list[Given] = []
-        team.same(restoring.WHAT, check)
-        settle(team.process_group)
-        one, files = restoring.opened(self.directory, step, team)
-        where = str(self.directory / manifest.directory_of(one.step))
-        filling = restoring.Restoring(
-            one, files, wanted[0], lambda: restoring.check_parts(one, wanted[0], skipped, absent or {}, where), options,
-            team, where,
-        )  # fmt: skip
-        state: dict[str, Any] = filling.take(random)
+        state: dict[str, Any] = restoring.Restoring(self.directory, step, ask, team).take()
         return state
 
     def __repr__(self) -> str:

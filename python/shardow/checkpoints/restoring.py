@@ -4,6 +4,7 @@ optimizers are filled.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.averages.persistence import Loading, loading_beside
-from shardow.averages.state_dict import OptionsFrom
+from shardow.averages.persistence import Taking
+from shardow.averages.state_dict import saved_keys
 from shardow.base import plain
 from shardow.base.checks import invalid, warn
 from shardow.checkpoints import generators, manifest
@@ -27,13 +28,12 @@ from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Part
 from shardow.ranks.memory import empty
-from shardow.ranks.team import Team
+from shardow.ranks.team import SameFacts, Team
 
 WHAT = "Checkpoints.restore()"
 #: What may become of a part that is given and is not in the step.
 ABSENT = {"averages": "from_model", "optimizer": "keep", "scheduler": "keep"}
 _TRIES = 5  # while somebody saves the same step again
-Files = Mapping[str, _core.Checkpoint]
 
 
 def newest(root: Path) -> Manifest | None:
@@ -53,28 +53,6 @@ def newest(root: Path) -> Manifest | None:
             return None
 
 
-def opened(root: Path, step: int | None, team: Team, tries: int = _TRIES) -> tuple[Manifest, Files]:
-    """A step, by default the newest whole one, and all its files, of one save. Collective."""
-
-    def text() -> bytes:
-        found = newest(root) if step is None else manifest.read(root / manifest.directory_of(step))
-        if found is None:
-            raise manifest.missing(root, step)
-        return found.text().encode()
-
-    one = manifest.parse(team.on_first(WHAT, text).decode(), str(root))
-    at = str(root / manifest.directory_of(one.step))
-    try:
-        files = _core.Checkpoint.open_files(team.group, at, one.files, team.timeout)
-        by_name = dict(zip(one.files, files, strict=True))
-        one.check(by_name, at)
-        return one, by_name
-    except (errors.CorruptError, errors.NotFoundError):  # the same on all ranks: saved again meanwhile, or removed
-        if tries == 1:
-            raise
-        return opened(root, step, team, tries - 1)
-
-
 def check_parts(
     one: Manifest, given: Given, skipped: Collection[str], absent: Mapping[str, str], where: str
 ) -> set[str]:
@@ -90,52 +68,130 @@ def check_parts(
     return asked & there
 
 
-class Restoring:
-    """A step that fits what was given: made by all ranks before anything changes. Collective, and so is take()."""
+class Restoring(engine.Load):
+    """restore() of one rank: everything is compared on all ranks before anything changes. ``ask()`` returns what is
+    given, the parts that are skipped, and what must be equal on all ranks; it may raise."""
 
     def __init__(
-        self, one: Manifest, files: Files, given: Given, choose: Callable[[], set[str]], options: OptionsFrom,
-        team: Team, where: str,
-    ) -> None:  # fmt: skip
-        """``choose()``: the parts that are restored; may raise."""
-        self._one, self._given, self._team, self._files = one, given, team, files
-        self._averages: Loading | None = None
-        self._held: Held | None = None
-        self._extra: FromFile | None = None
-        self._optimizers: list[Resumed] = []
-        self._reads: list[tuple[list[Part], _core.Checkpoint, bool]] = []
-        self._parts = team.agree(WHAT, lambda: self._look(choose(), where))
-        if "averages" in self._parts:
-            assert given.averages is not None
-            self._averages = loading_beside(
-                given.averages._averages, {key: files[name] for key, name in one.averages.items()}, where, options
-            )
-        self._read(check_only=True)
+        self, root: Path, step: int | None, ask: Callable[[], tuple[Given, set[str], dict[str, Any]]], team: Team
+    ) -> None:
+        self._root, self._step, self._ask, self._team = root, step, ask, team
+        self._missing: Exception | None = None
+        self._has_begun = False
 
-    def _look(self, parts: set[str], where: str) -> set[str]:
+    def words(self) -> bytes:
+        self._given, self._skipped, self._facts = self._ask()
+        return SameFacts(WHAT, lambda: self._facts).words()
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return SameFacts(WHAT, dict).sum_up(by_rank)
+
+    def find(self) -> tuple[str, list[str], bytes]:
+        root, step = self._root, self._step
+        if self._missing is None:
+            found = newest(root) if step is None else manifest.read(root / manifest.directory_of(step))
+            if found is not None:
+                return str(root / manifest.directory_of(found.step)), found.files, found.text().encode()
+            self._missing = manifest.missing(root, step)
+        raise self._missing
+
+    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+        one = self._one = manifest.parse(words.decode(), str(self._root))
+        where = str(self._root / manifest.directory_of(one.step))
+        self._files = dict(zip(one.files, files, strict=True))
+        one.check(self._files, where)
+        self._taking: Taking | None = None
+        self._held: Held | None = None
+        self._optimizers: list[Resumed] = []
+        self._wanted: dict[str, tuple[list[Part], bool]] = {}
+        self._look(check_parts(one, self._given, self._skipped, self._facts["absent"], where), where)
+        return [self._wanted.get(name, ([], False)) for name in one.files]
+
+    def begin(self, _: list[dict[str, Any]]) -> None:
+        self._has_begun = True
+        half_restored.update(self._filled())
+        if self._taking is not None:
+            assert self._given.averages is not None
+            self._kept.enter_context(self._given.averages._averages.or_as_before())
+            self._taking.loading.begin(self._given.averages._averages.team.rank)
+
+    def end(self) -> None:
+        for one in self._optimizers:
+            one.check()
+
+    @torch.no_grad()
+    def take(self) -> Any:
+        """Returns ``state`` as it was saved. Collective."""
+        self._read()
+        self._team.agree(WHAT, self._put)
+        averages = self._given.averages
+        if averages is not None and self._taking is None:
+            averages.reset()
+        if self._facts["random"]:
+            self._give_random()
+        half_restored.difference_update(self._filled())
+        return self.state
+
+    def _read(self, tries: int = _TRIES) -> None:
+        try:
+            with contextlib.ExitStack() as self._kept:
+                self.run(self._root, self._team, WHAT)
+                if self._taking is not None:
+                    self._taking.finish("load()")
+        except (errors.CorruptError, errors.NotFoundError):  # the same on all ranks: saved again meanwhile, or removed
+            if self._has_begun or tries == 1:
+                raise
+            self._read(tries - 1)
+
+    def _filled(self) -> set[Any]:
+        return {self._given.model, self._given.averages} - {None}
+
+    def _give_random(self) -> None:
+        if self._random is not None:
+            generators.give(bytes(self._random.tolist()))
+        elif self._team.rank == 0:
+            warn(
+                f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "
+                f"{self._team.size}: they stay as they are; random=False says so"
+            )
+
+    def _look(self, parts: set[str], where: str) -> None:
         self._parts = parts
         self._say_other_kinds(where)
         small = self._small = Wanted(self._files[manifest.STATE], "the state")
         self.state = plain.decode(self._one.state, small.whole, f"{where}: state")
         if "model" in self._parts:
             self._look_at_model(where)
+        if "averages" in self._parts:
+            self._look_at_averages(where)
         if "optimizer" in self._parts:
-            _same_names("optimizer", self._given.optimizer, self._one.optimizer, where)
-            assert self._given.model is not None
-            held = self._held or held_by(self._given.model, self._team.process_group, saving=False)
-            assert held.view is not None
-            file = self._files[manifest.OPTIMIZER]
-            for name, one in self._given.optimizer.items():
-                tree = self._one.optimizer[name]
-                self._optimizers.append(Resumed(one, held.view, tree, file, prefix("optimizer", name)))
-            self._reads.append(([part for one in self._optimizers for part in one.wanted.parts], file, True))
+            self._look_at_optimizers(where)
         if "scheduler" in self._parts:
             _same_names("scheduler", self._given.scheduler, self._one.scheduler, where)
         trees = self._one.scheduler if "scheduler" in self._parts else {}
         self._scheduler = {name: plain.decode(trees[name], small.whole, f"{where}: a scheduler") for name in trees}
         self._random = self._row()
-        self._reads.append((small.parts, self._files[manifest.STATE], False))
-        return parts
+        self._wanted[manifest.STATE] = small.parts, False
+
+    def _look_at_averages(self, where: str) -> None:
+        assert self._given.averages is not None
+        averages, files = self._given.averages._averages, self._one.averages
+        averages.swap.refuse("restore()")
+        keys = saved_keys(averages, list(files), self._facts["options"], where)
+        self._taking = Taking(averages, self._facts["options"])
+        for key, parts in zip(keys, self._taking.choose([self._files[files[key]] for key in keys], where), strict=True):
+            self._wanted[files[key]] = parts, True
+
+    def _look_at_optimizers(self, where: str) -> None:
+        _same_names("optimizer", self._given.optimizer, self._one.optimizer, where)
+        assert self._given.model is not None
+        held = self._held or held_by(self._given.model, self._team.process_group, saving=False)
+        assert held.view is not None
+        file = self._files[manifest.OPTIMIZER]
+        for name, one in self._given.optimizer.items():
+            tree = self._one.optimizer[name]
+            self._optimizers.append(Resumed(one, held.view, tree, file, prefix("optimizer", name)))
+        self._wanted[manifest.OPTIMIZER] = [part for one in self._optimizers for part in one.wanted.parts], True
 
     def _say_other_kinds(self, where: str) -> None:
         here = self._given.kinds()
@@ -162,7 +218,7 @@ class Restoring:
                 f"{where}: extra states are others than the model's: {', '.join(other[:8])}; nothing was restored"
             )
         parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts]
-        self._reads.append(([*parts, *self._extra.parts], file, True))
+        self._wanted[manifest.MODEL] = [*parts, *self._extra.parts], True
 
     def _row(self) -> torch.Tensor | None:
         """Of the random generators of this rank; None where other ranks saved them."""
@@ -174,35 +230,9 @@ class Restoring:
         self._small.read("random", row, region)
         return row
 
-    def _read(self, **options: Any) -> None:
-        for parts, file, strict in self._reads:
-            engine.read_into(parts, file, self._team, strict=strict, **options)
-
-    @torch.no_grad()
-    def take(self, random: bool) -> Any:
-        filled = {self._given.model, self._given.averages} - {None}
-        half_restored.update(filled)
-        if self._averages is not None:
-            self._averages.take()
-        self._read()
-        self._team.agree(WHAT, lambda: [*map(Resumed.check, self._optimizers)])
-        self._team.agree(WHAT, self._put)
-        if self._given.averages is not None and self._averages is None:
-            self._given.averages.reset()
-        if random and self._random is None and self._team.rank == 0:
-            warn(
-                f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "
-                f"{self._team.size}: they stay as they are; random=False says so"
-            )
-        elif random and self._random is not None:
-            generators.give(bytes(self._random.tolist()))
-        half_restored.difference_update(filled)
-        return self.state
-
     def _put(self) -> None:
         self._small.put_back()
         if self._held is not None:
-            assert self._extra is not None
             self._held.filled = self._extra.values
             self._held.put_back()
         for one in self._optimizers:

@@ -206,11 +206,11 @@ class _Words:
         own = _WORDS.pack(_digest(self._facts), _digest(found.trees), len(found.random))
         return own + (self._states.words() if self._states else b"")
 
-    def sum_up(self, everybody: list[bytes]) -> bytes:
-        facts, trees, lengths = map(set, zip(*(_WORDS.unpack_from(text) for text in everybody), strict=True))
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        facts, trees, lengths = map(set, zip(*(_WORDS.unpack_from(text) for text in by_rank), strict=True))
         states = b""
         if self._states and len(facts) == 1:
-            states = self._states.sum_up([text[_WORDS.size :] for text in everybody])
+            states = self._states.sum_up([text[_WORDS.size :] for text in by_rank])
         return _SUM.pack(len(facts) > 1, len(trees) > 1, max(lengths)) + states
 
     def agreed(self, total: bytes) -> tuple[int, Tree, str | None]:
@@ -222,8 +222,8 @@ class _Words:
             team.same(WHAT, lambda: self._facts)
         if trees_differ:
 
-            def joined(everybody: list[bytes]) -> list[bytes]:
-                return [json.dumps(_join(map(json.loads, everybody))).encode(), *[b""] * (team.size - 1)]
+            def joined(by_rank: list[bytes]) -> list[bytes]:
+                return [json.dumps(_join(map(json.loads, by_rank))).encode(), *[b""] * (team.size - 1)]
 
             trees = json.loads(team.decide_each(WHAT, json.dumps(trees).encode(), joined) or b"{}")
         return length, trees, None if self._states is None else self._states.state_of_all(total[_SUM.size :])
@@ -251,10 +251,10 @@ def _digest(values: Any) -> bytes:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
 
 
-def _join(everybody: Iterable[Tree]) -> Tree:
+def _join(by_rank: Iterable[Tree]) -> Tree:
     """Of each optimizer all ranks' groups and states. Raises where they differ in what they both have."""
     joined: Tree = {}
-    for rank, trees in enumerate(everybody):
+    for rank, trees in enumerate(by_rank):
         for name, tree in trees.items():
             one = joined.setdefault(name, {"groups": [], "state": {}})
             for i, group in enumerate(tree["groups"]):

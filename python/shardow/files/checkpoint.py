@@ -4,7 +4,8 @@ moves its own bytes alone."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardow.files import engine
 from shardow.files.background import SaveHandle
 from shardow.files.engine import FileParts
 from shardow.files.paths import StrPath
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
 from shardow.model.parts import Held, Saveable, group_of, held_by, values_for_file
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer
@@ -59,9 +60,9 @@ def save(
         ValueError: ranks that disagree, regions that overlap or leave a hole, weights that are an EMA's averages now,
             inside of its swapped(); OSError: the disk; TimeoutError: a rank is missing. Nothing is published then.
     """
-    options: dict[str, Any] = {}
-    held, team = prepared("save()", state, group, timeout, lambda: _choose(options, dtype, max_shard_size))
-    return engine.write([_file(held, team, metadata)], path, team, progress=progress, **options)
+    looking = Looking("save()", state, group, timeout)
+    find = functools.partial(_to_save, looking, dtype, max_shard_size, metadata)
+    return engine.write(find, path, looking.team, looking, progress=progress)
 
 
 @torch.no_grad()
@@ -86,9 +87,9 @@ def async_save(
     Raises:
         what save() finds out before it writes; everything else comes from ``wait()``.
     """
-    options: dict[str, Any] = {}
-    held, team = prepared("async_save()", state, group, timeout, lambda: _choose(options, dtype, max_shard_size))
-    return engine.write_in_background([_file(held, team, metadata)], path, team, progress=progress, **options)
+    looking = Looking("async_save()", state, group, timeout)
+    find = functools.partial(_to_save, looking, dtype, max_shard_size, metadata)
+    return engine.write_in_background(find, path, looking.team, looking, progress=progress)
 
 
 @torch.no_grad()
@@ -111,37 +112,47 @@ def full_state_dict(
         ValueError: ranks that disagree, weights that are an EMA's averages now, inside of its swapped();
             NotImplementedError: a tensor without elements in memory (sparse, quantised); TimeoutError.
     """
-    held, team = prepared("full_state_dict()", model, group, timeout)
+    looking = Looking("full_state_dict()", model, group, timeout)
+    team = looking.team
+
+    def words() -> bytes:
+        looking.look()
+        return looking.words()
+
+    looking.of_all(team.agree_on("full_state_dict()", words, looking.sum_up))
+    held = looking.held
     found = Gatherer("full_state_dict()", held.parts, team).whole(held.names)
     return {**found, **copy.deepcopy(held.extra)} if team.rank == 0 else found
 
 
-def _file(held: Held, team: Team, metadata: Mapping[str, str] | None) -> FileParts:
+class Looking(EqualCopies):
+    """Looks at what this rank holds of ``state``, whose copies ranks compare once each has looked, but for a load(),
+    which fills them."""
+
+    def __init__(
+        self, what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None
+    ) -> None:
+        self.team = Team(group_of(state, group), seconds(timeout))
+        self._state, self._group = state, group if isinstance(state, nn.Module) else self.team.process_group
+        super().__init__(what, tuple, self.team, DIFFERENT_WEIGHTS)
+
+    def look(self) -> Held:
+        """May raise."""
+        what, self._writes = self._what, self._what == "load()"
+        self.held = held_by(self._state, self._group, saving=what.endswith("save()"))
+        refuse_foreign(what, self.held.memory, instead="" if self._writes else _INSTEAD, writes=self._writes)
+        return self.held
+
+    def find(self) -> Iterable[Common | None]:
+        view = None if self._writes else self.held.view
+        return () if view is None else map(common_of, view.parameters)
+
+
+def _to_save(
+    looking: Looking, dtype: torch.dtype | str | None, max_shard_size: int | str | None,
+    metadata: Mapping[str, str] | None,
+) -> tuple[list[FileParts], dict[str, Any]]:  # fmt: skip
+    held = looking.look()
     texts = {**values_for_file(held.values), **engine.texts(metadata)}
-    return engine.with_extra("", held.parts, held.extra if team.rank == 0 else {}, texts)
-
-
-def _choose(options: dict[str, Any], dtype: torch.dtype | str | None, max_shard_size: int | str | None) -> None:
-    options.update(engine.dtype_and_limit(dtype, max_shard_size))
-
-
-def prepared(
-    what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None,
-    check: Callable[[], None] = lambda: None,
-) -> tuple[Held, Team]:  # fmt: skip
-    """Looks at what this rank holds of ``state``; returns it, and who shares it, when all ranks have looked: what they
-    share is equal, but for a load(), which fills it. ``check()``: of what else the call was given; may raise.
-    Collective, one round."""
-    team = Team(group_of(state, group), seconds(timeout))
-    looks: list[Held] = []
-    writes = what == "load()"
-
-    def look() -> Iterable[Common | None]:
-        whose = group if isinstance(state, nn.Module) else team.process_group
-        looks.append(held := held_by(state, whose, saving=what.endswith("save()")))
-        refuse_foreign(what, held.memory, instead="" if writes else _INSTEAD, writes=writes)
-        check()
-        return map(common_of, held.view.parameters) if held.view is not None and not writes else ()
-
-    check_equal(what, look, team, DIFFERENT_WEIGHTS)
-    return looks[0], team
+    file = engine.with_extra("", held.parts, held.extra if looking.team.rank == 0 else {}, texts)
+    return [file], engine.dtype_and_limit(dtype, max_shard_size)

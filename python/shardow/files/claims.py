@@ -18,65 +18,76 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, warn
-from shardow.base.progress import Progress
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import ANSWER, store_group
 from shardow.ranks.team import Team
 
 KEY = "shardow.part"
+WORDS, SUM = 32, 64  # bytes of a rank's words, of what all come to
 _CHANNEL = 2  # of the job's store
 _jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _saved: set[tuple[str, str, str]] = set()  # path, claimant (job and ranks) and digest of this process's saves
 
 
-def claimed(
-    path: str, names: Sequence[str], parts: Iterable[Part], team: Team, progress: Progress | None
-) -> tuple[dict[str, str], Progress | None]:
-    """Returns (metadata, progress) of a save. ``names``: of its files, empty where the engine names them. Raises
-    ValueError on all ranks where other ranks of the job have saved other tensors there. Collective."""
-    if not dist.is_initialized() or team.size >= dist.get_world_size():
-        return {}, progress
-    tensors = sorted({(part.name, tuple(part.region.shape)) for part in parts})
+class Claim:
+    """A save by some ranks of a job to a path. ``names``: of its files, empty where the engine names them."""
 
-    def joined(digests: list[bytes]) -> bytes:
-        return hashlib.sha256(b"".join(sorted(set(digests)))).hexdigest().encode()
+    def __init__(self, path: str, names: Sequence[str], parts: Iterable[Part], team: Team) -> None:
+        self._path, self._names, self._team = path, names, team
+        self._tensors = sorted({(part.name, tuple(part.region.shape)) for part in parts})
+        group = team.process_group
+        self._ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+        self._place = os.path.realpath(path)
+        self._digest, self._job = "", ""
 
-    digest = team.decide("save()", hashlib.sha256(json.dumps(tensors).encode()).digest(), joined).decode()
-    group, place = team.process_group, os.path.realpath(path)
-    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    job: str | None = None
+    @staticmethod
+    def is_needed(team: Team) -> bool:
+        return dist.is_initialized() and team.size < dist.get_world_size()
 
-    def refusal() -> str:
-        nonlocal job
-        job = job or _job(path, min(ANSWER, team.timeout / 2))
-        for name in names if job is not None else ():
+    def words(self) -> bytes:
+        return hashlib.sha256(json.dumps(self._tensors).encode()).digest()
+
+    @staticmethod
+    def sum_up(by_rank: list[bytes]) -> bytes:
+        return hashlib.sha256(b"".join(sorted(set(by_rank)))).hexdigest().encode()
+
+    def made(self, digest: bytes) -> dict[str, str]:
+        """Returns metadata of the save, by what all ranks' words come to. Raises ValueError on all ranks where other
+        ranks of the job have saved other tensors there. Collective, one round."""
+        self._digest = digest.decode()
+        first = self._team.on_first("save()", lambda: json.dumps([self._refusal(), self._job]).encode())
+        refusal, self._job = json.loads(first)
+        if refusal:
+            raise invalid(refusal)
+        claim = {"job": self._job, "ranks": self._ranks, "digest": self._digest}
+        return {KEY: json.dumps(claim)} if self._job else {}
+
+    def check(self) -> None:
+        """Raises where other ranks have claimed the path meanwhile. Of rank 0."""
+        if self._job and (refusal := self._refusal()):
+            raise invalid(refusal)
+
+    def _refusal(self) -> str:
+        self._job = self._job or _job(self._path, min(ANSWER, self._team.timeout / 2)) or ""
+        for name in self._names if self._job else ():
+            path = os.path.join(self._path, name) if name else self._path
             try:
-                opened = _core.Checkpoint.open(_core.solo(), os.path.join(path, name) if name else path, team.timeout)
-                theirs = json.loads(opened.metadata[KEY])
-                may = theirs["job"] != job or theirs["digest"] == digest or set(theirs["ranks"]) <= set(ranks)
+                opened = _core.Checkpoint.open(_core.solo(), path, self._team.timeout)
+                claim = json.loads(opened.metadata[KEY])
+                is_other = claim["job"] != self._job
+                may = is_other or claim["digest"] == self._digest or set(claim["ranks"]) <= set(self._ranks)
             except (errors.Error, LookupError, TypeError, ValueError):  # nothing, or no such save's
                 continue
-            if not may and (place, f"{job} {ranks}", theirs["digest"]) not in _saved:
+            if not may and (self._place, f"{self._job} {self._ranks}", claim["digest"]) not in _saved:
                 return (
-                    f"{path}: two saves of one job would replace each other, and nothing was written. Saved before: "
-                    f"{_words(opened.tensors, theirs['ranks'])}. This save: {_words(dict(tensors), ranks)}. Give each "
-                    "part of a model a path of its own (a pipeline stage: its number in the name), or save all parts "
-                    "as one: shardow.save(part, path, group=) with a group of all their ranks"
+                    f"{self._path}: two saves of one job would replace each other, and nothing was written. Saved "
+                    f"before: {_words(opened.tensors, claim['ranks'])}. This save: "
+                    f"{_words(dict(self._tensors), self._ranks)}. Give each part of a model a path of its own (a "
+                    "pipeline stage: its number in the name), or save all parts as one: shardow.save(part, path, "
+                    "group=) with a group of all their ranks"
                 )
-        _saved.add((place, f"{job} {ranks}", digest))
+        _saved.add((self._place, f"{self._job} {self._ranks}", self._digest))
         return ""
-
-    def guarded(done: int, total: int) -> None:
-        if found := refusal():
-            raise invalid(found)
-        if progress is not None:
-            progress(done, total)
-
-    if text := team.on_first("save()", lambda: os.fsencode(refusal())):
-        raise invalid(os.fsdecode(text))
-    if job is None:
-        return {}, progress
-    return {KEY: json.dumps({"job": job, "ranks": ranks, "digest": digest})}, guarded
 
 
 def _words(names: Collection[str], ranks: Sequence[int]) -> str:

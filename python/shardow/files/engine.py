@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from shardow import _core, errors
 from shardow.base.checks import instance, invalid, unsupported, utf8, whole
-from shardow.base.progress import shown
-from shardow.files import paths
+from shardow.base.progress import Progress, shown
+from shardow.files import claims, paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
-from shardow.files.claims import claimed
+from shardow.files.claims import Claim
 from shardow.files.paths import StrPath
 from shardow.model import dtypes
 from shardow.model.extra_state import for_file
@@ -63,16 +64,17 @@ def opened(path: StrPath, team: Team) -> _core.Checkpoint:
     """Of what the path is now: it stays that version for all who read from it. Collective."""
     settle(team.process_group)
     where = paths.to_read(path)
-    with _several_said(where), naming(f"opening {where}"):
+    with several_said(where), naming(f"opening {where}"):
         return _core.Checkpoint.open(team.group, where, team.timeout)
 
 
 @contextlib.contextmanager
-def _several_said(where: str) -> Iterator[None]:
+def several_said(path: StrPath) -> Iterator[None]:
     """A path that is no checkpoint, but a directory of several: the error says so."""
     try:
         yield
     except errors.InvalidArgumentError:
+        where = paths.to_read(path)
         if several := _core.ema_files_in(where):
             one_of_them = f"give the file of one of them: {', '.join(several.values())}"
             raise invalid(f"{where} is a saved EMA of decays {', '.join(several)}; {one_of_them}") from None
@@ -80,52 +82,109 @@ def _several_said(where: str) -> Iterator[None]:
 
 
 Committed = Callable[[], None]
+#: Returns what this rank holds of each file, and the engine's options.
+Find = Callable[[], tuple[Sequence[FileParts], dict[str, Any]]]
+
+
+class Compared(Protocol):
+    """Words that ranks compare in a save's first round, after they have found what they hold."""
+
+    def words(self) -> bytes: ...
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes: ...
+
+    def texts(self, total: bytes) -> Sequence[Mapping[str, str]]:
+        """Returns more metadata of each file, or nothing, the same on every rank. Raises where ranks differ.
+        Collective."""
 
 
 def write(
-    files: Sequence[FileParts], path: StrPath, team: Team, committed: Committed | None = None, **options: Any
-) -> dict[str, Any]:
-    """Saves ``files``. ``committed()`` is called on rank 0 when all is published. Collective."""
+    find: Find, path: StrPath, team: Team, compared: Compared | None = None, committed: Committed | None = None,
+    progress: Progress | None = None, what: str = "save()",
+) -> dict[str, Any]:  # fmt: skip
+    """Saves what ``find()`` returns; it, and what is ``compared``, may raise on one rank for all. ``committed()`` is
+    called on rank 0 when all is published. Collective."""
     settle(team.process_group)
     with naming(f"save() to {path}"):
-        save, _memory = _prepared(team.group, files, path, team, options)
-        report: dict[str, Any] = save.write()
+        opening = _Opening(find, path, team, compared, progress)
+        report: dict[str, Any] = opening.save(team.group, what).write()
     if committed is not None and team.rank == 0:
         committed()
     return report
 
 
 def write_in_background(
-    files: Sequence[FileParts], path: StrPath, team: Team, committed: Committed | None = None, **options: Any
-) -> SaveHandle:
+    find: Find, path: StrPath, team: Team, compared: Compared | None = None, committed: Committed | None = None,
+    progress: Progress | None = None, what: str = "async_save()",
+) -> SaveHandle:  # fmt: skip
     """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
     settle(team.process_group)
     group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
-    group.begin("async_save()", team.timeout)
-    save, _memory = _prepared(group, files, path, team, options)
+    opening = _Opening(find, path, team, compared, progress)
+    with naming(f"save() to {path}"):
+        save = opening.save(group, what)
     if team.size > 1:
         keep_one()
-    return start(team.process_group, save, paths.to_write(path), committed if team.rank == 0 else None)
+    return start(team.process_group, save, opening.target, committed if team.rank == 0 else None)
 
 
-def _prepared(
-    group: _core.Group, files: Sequence[FileParts], path: StrPath, team: Team, options: dict[str, Any]
-) -> tuple[_core.Save, list[list[Part]]]:
-    """Returns the engine's save and the memory that it reads, which must stay until it is written or staged."""
+class _Opening:
+    """The first round of a save: what this rank brings to it."""
 
-    def checked() -> tuple[str, list[list[Part]], list[list[_core.TensorView]], list[dict[str, str]]]:
-        memory = [_for_engine(file.parts) for file in files]
-        return paths.to_write(path), memory, [*map(_views, memory)], [_texts(file.metadata) for file in files]
+    def __init__(
+        self, find: Find, path: StrPath, team: Team, compared: Compared | None, progress: Progress | None
+    ) -> None:
+        self._find, self._path, self._team, self._compared, self._progress = find, path, team, compared, progress
+        self._claim: Claim | None = None
+        self._num_files = 0
+        self._memory: list[list[Part]] = []  # that the engine reads: until the save is written or staged
+        self.target = ""
 
-    target, memory, views, texts = team.agree("save()", checked)
-    progress = shown(options.pop("progress", None), f"save {Path(target).name}", team.rank)
-    parts = (part for file in files for part in file.parts)
-    claim, progress = claimed(target, [file.name for file in files], parts, team, progress)
-    engine_files = [
-        _core.SaveFile(file.name, tensors, {**own, **claim})
-        for file, tensors, own in zip(files, views, texts, strict=True)
-    ]
-    return _core.Save(group, engine_files, target, timeout=team.timeout, progress=progress, **options), memory
+    def save(self, group: _core.Group, what: str) -> _core.Save:
+        """Collective."""
+        return self._team.verb(what, lambda: _core.Save(group, self._request, self._team.timeout, self), group)
+
+    def _request(self) -> tuple[_core.SaveRequest, Progress | None]:
+        files, options = self._find()
+        self.target = paths.to_write(self._path)
+        self._memory = [_for_engine(file.parts) for file in files]
+        engine_files = [
+            _core.SaveFile(file.name, _views(parts), _texts(file.metadata))
+            for file, parts in zip(files, self._memory, strict=True)
+        ]
+        progress = shown(self._progress, f"save {Path(self.target).name}", self._team.rank)
+        if Claim.is_needed(self._team):
+            parts = (part for file in files for part in file.parts)
+            self._claim = Claim(self.target, [file.name for file in files], parts, self._team)
+            progress = self._checking(self._claim, progress)
+        self._num_files = len(files)
+        return _core.SaveRequest(engine_files, self.target, **options), progress
+
+    @staticmethod
+    def _checking(claim: Claim, progress: Progress | None) -> Progress:
+        def checked(done: int, total: int) -> None:
+            claim.check()
+            if progress is not None:
+                progress(done, total)
+
+        return checked
+
+    def words(self) -> bytes:
+        claim = b"" if self._claim is None else self._claim.words()
+        return claim + (b"" if self._compared is None else self._compared.words())
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        claim, own = b"", by_rank
+        if self._claim is not None:
+            claim = Claim.sum_up([words[: claims.WORDS] for words in by_rank])
+            own = [words[claims.WORDS :] for words in by_rank]
+        return claim + (b"" if self._compared is None else self._compared.sum_up(own))
+
+    def metadata(self, total: bytes) -> list[dict[str, str]]:
+        claim = b"" if self._claim is None else total[: claims.SUM]
+        texts = [] if self._compared is None else self._compared.texts(total[len(claim) :])
+        claimed = {} if self._claim is None else self._claim.made(claim)
+        return [{**own, **claimed} for own in texts or [{}] * self._num_files]
 
 
 def texts(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -145,15 +204,12 @@ def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
     return dict(metadata)
 
 
-def read_into(
-    parts: Sequence[Part], found: _core.Checkpoint | list[_core.MergeInput], team: Team, **options: Any
-) -> dict[str, Any]:
-    """The engine's load, of a checkpoint or of what is merged. Collective."""
+def read_merged(parts: Sequence[Part], inputs: list[_core.MergeInput], team: Team, **options: Any) -> dict[str, Any]:
+    """The engine's load of what is merged. Collective."""
     reached = _for_engine(parts)
-    told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    load: Any = _core.load_merged if isinstance(found, list) else _core.load
-    with naming("load() of what is merged" if isinstance(found, list) else "load()"):
-        report: dict[str, Any] = load(team.group, _views(reached), found, timeout=team.timeout, **told)
+    options["progress"] = shown(options.get("progress"), "load", team.rank)
+    with naming("load() of what is merged"):
+        report = _core.load_merged(team.group, _views(reached), inputs, timeout=team.timeout, **options)
     _bring_back(parts, reached)
     return report
 
@@ -163,28 +219,62 @@ def read_part(read: Callable[[_core.TensorView], None], part: Part) -> None:
     read(*_views([part]))
 
 
-Choose = Callable[[_core.Checkpoint], tuple[Sequence[Part], bool]]
+class Load:
+    """One load of all ranks, in the steps of LoadCall (src/file/load.h): what a rank does in each. What one raises on
+    one rank is raised on all; until begin() nothing has been changed."""
+
+    def words(self) -> bytes:
+        """Returns what ranks compare in the first round, when each has looked at what it was given."""
+        return b""
+
+    def sum_up(self, _: list[bytes]) -> bytes:
+        """On one rank, of all ranks' words. Raises where they differ."""
+        return b""
+
+    def find(self) -> tuple[str, list[str], bytes]:
+        """(path, names of files there or none where the path is the checkpoint, words for all ranks), on rank 0."""
+        raise NotImplementedError
+
+    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> Sequence[tuple[Sequence[Part], bool]]:
+        """Returns what this rank wants of each file, and whether that must be all. Called again where the files were
+        replaced meanwhile."""
+        raise NotImplementedError
+
+    def begin(self, reports: list[dict[str, Any]]) -> None:
+        """All fits: what the engine will fill may change now."""
+
+    def end(self) -> None:
+        """This rank has read what it wants; others may fail yet."""
+
+    def run(self, where: object, team: Team, what: str = "load()", **options: Any) -> list[dict[str, Any]]:
+        """Returns the engine's report of each file. ``where`` is for messages. Collective."""
+        settle(team.process_group)
+        options["progress"] = shown(options.get("progress"), "load", team.rank)
+        with naming(f"{what} of {where}"):
+            steps = _InMemory(self)
+            load = functools.partial(_core.load_files, team.group, steps, timeout=team.timeout, **options)
+            reports: list[dict[str, Any]] = team.verb(what, load)
+            return reports
 
 
-def read_chosen(path: StrPath, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
-    """opened() and read_into() in one. Collective. ``choose(checkpoint)`` says what this rank wants, and whether that
-    must be all. What it raises is raised on every rank, before anything changes. It is called again where the path was
-    replaced meanwhile.
-    """
-    settle(team.process_group)
-    where = paths.to_read(path)
-    wanted: list[Sequence[Part]] = [[], []]  # what is asked for, and the memory that the engine fills
+class _InMemory:
+    """A load into memory that the engine reaches."""
 
-    def views(found: _core.Checkpoint) -> tuple[list[_core.TensorView], bool]:
-        parts, strict = choose(found)
-        wanted[:] = parts, _for_engine(parts)
-        return _views(wanted[1]), strict
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self.words, self.sum_up, self.find, self.begin = load.words, load.sum_up, load.find, load.begin
+        self._reached: list[tuple[Sequence[Part], list[Part]]] = []
 
-    told = {**options, "progress": shown(options.get("progress"), "load", team.rank)}
-    with _several_said(where), naming(f"load() of {where}"):
-        report = _core.load_chosen(team.group, where, views, timeout=team.timeout, **told)
-    _bring_back(*wanted)
-    return report
+    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[_core.TensorView], bool]]:
+        chosen = self._load.choose(words, files)
+        self._reached = [(parts, _for_engine(parts)) for parts, _ in chosen]
+        each = zip(self._reached, chosen, strict=True)
+        return [(_views(reached), strict) for (_, reached), (_, strict) in each]
+
+    def end(self) -> None:
+        for parts, reached in self._reached:
+            _bring_back(parts, reached)
+        self._load.end()
 
 
 def write_merged(

@@ -100,8 +100,8 @@ def timeline(
         sampler.stop()
         found._sampler = None
     if team is not None:
-        everybody = team.gather("memory.timeline()", json.dumps(asdict(sampler.samples)).encode())
-        found.ranks = [Samples(**json.loads(one)) for one in everybody]
+        by_rank = team.gather("memory.timeline()", json.dumps(asdict(sampler.samples)).encode())
+        found.ranks = [Samples(**json.loads(one)) for one in by_rank]
 
 
 def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) -> Team | None:

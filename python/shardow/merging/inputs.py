@@ -74,8 +74,8 @@ class Merged:
         return opened, Newest(opened.tensors, opened.metadata)
 
     def read(self, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
-        """As engine.read_chosen(), of what the merge would hold. Collective."""
+        """As a load of one file, of what the merge would hold. Collective."""
         newest, _ = self.open("load()", team)
         parts, strict = team.agree("load()", lambda: choose(newest))
-        report = engine.read_into(parts, newest.inputs, team, strict=strict, **options)
+        report = engine.read_merged(parts, newest.inputs, team, strict=strict, **options)
         return {**report, "metadata": {**newest.metadata, **report["metadata"]}}

@@ -57,50 +57,68 @@ class Words(Protocol):
 
     def words(self) -> bytes: ...
 
-    def sum_up(self, everybody: list[bytes]) -> bytes: ...
+    def sum_up(self, by_rank: list[bytes]) -> bytes: ...
 
 
-def check_equal(
-    what: str,
-    find: Callable[[], Iterable[Common | None]],
-    team: Team,
-    way_out: str,
-    others: Words | None = None,
-) -> bytes:
-    """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises.
-    Returns what ``others`` come to, whose words are asked for after ``find()``. Collective, one round; reads what it
-    finds once, sends a number for each set of ranks."""
-    common, sums = list[Common](), list[int]()
+class EqualCopies:
+    """A round in which ranks compare what they hold under the same names, and what ``others`` say, whose words are
+    asked for after ``find()``. Reads what it finds once, sends a number for each set of ranks."""
 
-    def look() -> bytes:
-        found = find()
-        common[:] = [one for one in found if one is not None] if team.size > 1 else []
-        sums[:] = checksums([one.tensor for one in common])
-        more = others.words() if others is not None else b""
-        own = json.dumps(_joined(common, sums)).encode() if common else b""
+    def __init__(
+        self, what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str,
+        others: Words | None = None,
+    ) -> None:  # fmt: skip
+        self._what, self._find, self._team, self._way_out, self._others = what, find, team, way_out, others
+        self._common, self._sums = list[Common](), list[int]()
+
+    def find(self) -> Iterable[Common | None]:
+        return self._find()
+
+    def words(self) -> bytes:
+        found = self.find()
+        self._common = [one for one in found if one is not None] if self._team.size > 1 else []
+        self._sums = checksums([one.tensor for one in self._common])
+        more = self._others.words() if self._others is not None else b""
+        own = json.dumps(_joined(self._common, self._sums)).encode() if self._common else b""
         return len(own).to_bytes(8, "little") + own + more if own or more else b""
 
-    def compare(everybody: list[bytes]) -> bytes:
-        ends = [8 + int.from_bytes(text[:8], "little") for text in everybody]
-        copies = [json.loads(text[8:end] or b"{}") for text, end in zip(everybody, ends, strict=True)]
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        ends = [8 + int.from_bytes(text[:8], "little") for text in by_rank]
+        copies = [json.loads(text[8:end] or b"{}") for text, end in zip(by_rank, ends, strict=True)]
         if _differing(copies):
             return b"!"
-        more = [text[end:] for text, end in zip(everybody, ends, strict=True)]
-        return b"=" + others.sum_up(more) if others is not None else b""
+        more = [text[end:] for text, end in zip(by_rank, ends, strict=True)]
+        return b"=" + self._others.sum_up(more) if self._others is not None else b""
 
-    total = team.agree_on(what, look, compare)
-    if not total.startswith(b"!"):
-        return total[1:]
-    own_sums = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in zip(common, sums, strict=True)}
+    def of_all(self, total: bytes) -> bytes:
+        """Returns what ``others`` come to. Raises ValueError on every rank where ranks hold other values. Collective:
+        one more round, where they do."""
+        if not total.startswith(b"!"):
+            return total[1:]
+        each = zip(self._common, self._sums, strict=True)
+        own_sums = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in each}
+        return self._team.decide(self._what, json.dumps(own_sums).encode(), self._refuse)
 
-    def refuse(texts: list[bytes]) -> bytes:
+    def texts(self, total: bytes) -> list[dict[str, str]]:
+        """of_all(), of a save whose metadata do not depend on it."""
+        self.of_all(total)
+        return []
+
+    def _refuse(self, texts: list[bytes]) -> bytes:
         names = _differing([json.loads(text) for text in texts])
         first, (rank, other) = next(iter(names.items()))
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        name = first.partition("\0")[0]
-        raise invalid(f"{what}: '{name}'{more} has other values on rank {rank} than on rank {other}; {way_out}")
+        values = f"'{first.partition(chr(0))[0]}'{more} has other values on rank {rank} than on rank {other}"
+        raise invalid(f"{self._what}: {values}; {self._way_out}")
 
-    return team.decide(what, json.dumps(own_sums).encode(), refuse)
+
+def check_equal(
+    what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str, others: Words | None = None
+) -> bytes:
+    """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises.
+    Returns what ``others`` come to. Collective, one round."""
+    copies = EqualCopies(what, find, team, way_out, others)
+    return copies.of_all(team.agree_on(what, copies.words, copies.sum_up))
 
 
 def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:
@@ -124,11 +142,11 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]
 
 
-def _differing(everybody: Sequence[dict[str, int]]) -> dict[str, tuple[int, int]]:
+def _differing(by_rank: Sequence[dict[str, int]]) -> dict[str, tuple[int, int]]:
     """Keys under which two ranks have other numbers, and the first two such ranks."""
     first: dict[str, tuple[int, int]] = {}
     wrong: dict[str, tuple[int, int]] = {}
-    for rank, numbers in enumerate(everybody):
+    for rank, numbers in enumerate(by_rank):
         for key, number in numbers.items():
             known = first.setdefault(key, (rank, number))
             if known[1] != number:

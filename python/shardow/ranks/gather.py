@@ -69,10 +69,10 @@ class Gatherer:
     def _plan(self) -> tuple[list[list[tuple[int, _core.Region]]], list[int]]:
         """(senders of each tensor with their regions: rank 0 only; whether this rank sends)."""
 
-        def orders(everybody: list[bytes]) -> list[bytes]:
-            gathered = [json.loads(text) for text in everybody]
+        def orders(by_rank: list[bytes]) -> list[bytes]:
+            gathered = [json.loads(text) for text in by_rank]
             senders = [_pick(i, part.name, gathered) for i, part in enumerate(self._parts)]
-            sends = [[int(any(rank == r for rank, _ in who)) for who in senders] for r in range(len(everybody))]
+            sends = [[int(any(rank == r for rank, _ in who)) for who in senders] for r in range(len(by_rank))]
             return [json.dumps([own, [] if r else senders]).encode() for r, own in enumerate(sends)]
 
         own = json.dumps([(part.name, part.region.encode().hex()) for part in self._parts]).encode()

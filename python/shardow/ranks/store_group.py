@@ -161,7 +161,7 @@ class StoreGroup(_core.StoreGroup):
             self._move(lambda: broadcast(_tensor(data), root, group, left), left)
         else:
             data[:] = self.decide(
-                bytes(data) if self.rank == root else b"", lambda everybody: (everybody[root], ()), seconds
+                bytes(data) if self.rank == root else b"", lambda by_rank: (by_rank[root], ()), seconds
             )[0]
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:

@@ -39,7 +39,7 @@ class Team:
     @property
     def rounds(self) -> int:
         """In which this rank has met others; the same on every rank after each."""
-        return self.group.rounds if isinstance(self.group, StoreGroup) else 0
+        return _rounds(self.group)
 
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
         """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout.
@@ -48,8 +48,12 @@ class Team:
         seconds beyond the timeout for a rank that does wait.
         """
         done: list[T] = []
-        with self._naming_missing(what, done, begun):
-            _core.agree(self.group, what + self._whose, self.timeout, lambda: done.append(fn()), behind)
+
+        def step() -> bytes:
+            done.append(fn())
+            return b""
+
+        self._agreed(what, step, lambda _: b"", done, begun, behind)
         return done[0]
 
     def agree_on(self, what: str, fn: Callable[[], bytes], weigh: Callable[[list[bytes]], bytes]) -> bytes:
@@ -61,14 +65,15 @@ class Team:
             done.append(fn())
             return done[0]
 
-        with self._naming_missing(what, done, False):
-            return _core.agree_on(self.group, what + self._whose, self.timeout, step, weigh)
+        return self._agreed(what, step, weigh, done)
 
-    @contextlib.contextmanager
-    def _naming_missing(self, what: str, done: Sequence[object], begun: bool) -> Iterator[None]:
+    def _agreed(
+        self, what: str, step: Callable[[], bytes], weigh: Callable[[list[bytes]], bytes], done: Sequence[object],
+        begun: bool = False, behind: float = 0.0,
+    ) -> bytes:  # fmt: skip
         """``done``: by this rank; empty where it waited for others in vain itself."""
         try:
-            yield
+            return _core.agree_on(self.group, what + self._whose, self.timeout, step, weigh, behind)
         except TimeoutError as error:
             if done and self.size > 1:
                 raise _told(what, error, begun) from None
@@ -86,9 +91,9 @@ class Team:
             text = json.dumps(facts, sort_keys=True) if self.size > 1 else ""
             return hashlib.sha256(text.encode()).digest() + next_one.to_bytes(8, "big")
 
-        def highest(everybody: list[bytes]) -> bytes:
-            alike = len({one[:32] for one in everybody}) == 1
-            return max(one[32:] for one in everybody) if alike else b""
+        def highest(by_rank: list[bytes]) -> bytes:
+            alike = len({one[:32] for one in by_rank}) == 1
+            return max(one[32:] for one in by_rank) if alike else b""
 
         agreed = self.agree_on(what, digest, highest)
         if not agreed:
@@ -103,18 +108,8 @@ class Team:
 
     def same_updates(self, what: str, updates: int) -> None:
         """Raises where averages of different ages would come together. Collective."""
-
-        def compare(texts: list[bytes]) -> bytes:
-            counts = [int(count) for count in texts]
-            if min(counts) == max(counts):
-                return b""
-            raise invalid(
-                f"{what}: some ranks have made {min(counts)} updates of their parts of the averages, others "
-                f"{max(counts)}; call update() on every rank after each step (not under `if rank == 0`), or load the "
-                "last state on all of them"
-            )
-
-        self.decide(what, b"%d" % updates, compare)
+        same = SameUpdates(what, updates)
+        self.decide(what, same.words(), same.sum_up)
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
@@ -129,15 +124,11 @@ class Team:
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it
         raises is raised on all. Costs a rank the same however many there are."""
-        return self.step(
-            what, lambda: self.group.decide(mine, lambda everybody: (weigh(everybody), ()), self.timeout)[0]
-        )
+        return self.step(what, lambda: self.group.decide(mine, lambda by_rank: (weigh(by_rank), ()), self.timeout)[0])
 
     def decide_each(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """decide(), where ``weigh()`` makes bytes for each rank: this rank's."""
-        return self.step(
-            what, lambda: self.group.decide(mine, lambda everybody: (b"", weigh(everybody)), self.timeout)[1]
-        )
+        return self.step(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
 
     def broadcast(
         self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -161,6 +152,19 @@ class Team:
             return meet()
         except TimeoutError as error:
             raise _told(what, error, True) from None
+
+    def verb(self, what: str, run: Callable[[], T], group: _core.Group | None = None) -> T:
+        """``run()``, which does all rounds of ``what`` from its first on, with the ranks of ``group``, by default the
+        team's own. Collective."""
+        group = group or self.group
+        group.begin(what + self._whose, self.timeout)
+        before = _rounds(group)
+        try:
+            return run()
+        except TimeoutError as error:
+            if _rounds(group) > before + 1 or MISSING not in str(error):
+                raise
+            raise _told(what, error, False) from None
 
     def stopped(self, what: str) -> None:
         """This rank was interrupted before the first round of ``what``, in which the others wait for it: they learn of
@@ -186,6 +190,51 @@ class Team:
         return None if found == _NOTHING else found
 
 
+def _rounds(group: _core.Group) -> int:
+    return group.rounds if isinstance(group, StoreGroup) else 0
+
+
+class SameFacts:
+    """A round in which ranks compare few facts: JSON values by name."""
+
+    def __init__(self, what: str, facts: Callable[[], Mapping[str, Any]]) -> None:
+        self._what, self._facts = what, facts
+
+    def words(self) -> bytes:
+        return json.dumps(self._facts(), default=repr).encode()
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        """Raises where ranks differ, naming the first fact and what two of them have."""
+        if len(set(by_rank)) > 1:
+            raise invalid(f"{self._what}: ranks disagree. {_difference([json.loads(text) for text in by_rank])}")
+        return b""
+
+
+class SameUpdates:
+    """A round in which ranks compare how many updates of the averages they have made."""
+
+    def __init__(self, what: str, updates: int) -> None:
+        self._what, self._updates = what, updates
+
+    def words(self) -> bytes:
+        return b"%d" % self._updates
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        """Raises where ranks have made other numbers of updates."""
+        counts = [int(count) for count in by_rank]
+        if min(counts) == max(counts):
+            return b""
+        raise invalid(
+            f"{self._what}: some ranks have made {min(counts)} updates of their parts of the averages, others "
+            f"{max(counts)}; call update() on every rank after each step (not under `if rank == 0`), or load the "
+            "last state on all of them"
+        )
+
+    def texts(self, _: bytes) -> list[dict[str, str]]:
+        """Returns no metadata."""
+        return []
+
+
 @contextlib.contextmanager
 def naming(call: str) -> Iterator[None]:
     """A rank that is missing or fails within the block is reported with the call."""
@@ -209,9 +258,9 @@ def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
     return errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
 
 
-def _difference(everybody: list[dict[str, Any]]) -> str:
-    first = everybody[0]
-    for rank, other in enumerate(everybody):
+def _difference(by_rank: list[dict[str, Any]]) -> str:
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
         for fact in first:
             if other.get(fact) == first[fact]:
                 continue

@@ -4,7 +4,7 @@ what it can, and reports as load() does."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,9 +14,10 @@ import torch
 from shardow import _core
 from shardow.base.checks import first_of, invalid
 from shardow.base.progress import Progress, shown
-from shardow.files import engine
+from shardow.files import engine, paths
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged, Newest
+from shardow.model.equal import Words
 from shardow.model.extra_state import FromFile, extra_in
 from shardow.model.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
 from shardow.model.parts import Held, values_in_file
@@ -47,47 +48,107 @@ class Job:
     without: Collection[str] = ()
 
 
-def from_file(job: Job, path: StrPath | Merged, check_only: bool = False) -> dict[str, Any]:
-    """Each rank reads its own bytes. Raises where something does not fit, and changes nothing then. ``check_only``:
-    reads nothing either."""
-    lists: dict[str, list[str]] = {}  # of the report
-    plain: dict[str, Any] = {}
-    owners: Mapping[str, list[str]]
-    extra: FromFile
+class Choice:
+    """Tensors that a job takes of a source, and its report on them."""
 
-    def choose(source: _core.Checkpoint | Newest) -> tuple[list[Part], bool]:
-        nonlocal lists, plain, owners, extra
-        held, owners, keys = _matched(job, source.tensors, str(path))
-        absent = {owner for part in held.parts if part.name not in keys for owner in owners.get(part.name, [part.name])}
-        lacking = absent.intersection(job.wanted)
+    def __init__(self, job: Job, source: _core.Checkpoint | Newest, where: str) -> None:
+        """Raises for what does not fit, but for what the engine lists, which knows one name of each tensor."""
+        self._job, self._source = job, source
+        self._held, self._owners, self._keys = _matched(job, source.tensors, where)
+        owners, keys = self._owners, self._keys
+        parts = self._held.parts
+        without_key = [part.name for part in parts if part.name not in keys]
+        self._absent = {owner for name in without_key for owner in owners.get(name, [name])}
+        self._lacking = self._absent.intersection(job.wanted)
         if not job.strict:
-            _refuse_lacking(job, [name for name in job.wanted if name in lacking])
-        refuse_untied(held, keys, source.tensors, partial(engine.read_part, source.read))
-        extra = FromFile(job.held.extra, source)
-        _refuse_other_extra(job, extra.values, extra.unexpected)
+            _refuse_lacking(job, [name for name in job.wanted if name in self._lacking])
+        refuse_untied(self._held, keys, source.tensors, partial(engine.read_part, source.read))
+        self._extra = FromFile(job.held.extra, source)
+        _refuse_other_extra(job, self._extra.values, self._extra.unexpected)
         plain = values_in_file(source.metadata)
         if job.strict:
             named = compare(dict.fromkeys(job.held.values), dict.fromkeys(plain))
-            named.refuse(f"{path}: plain values", "the file", hint="strict=False takes the rest")
-        plain = {name: plain[name] for name in job.held.values if name in plain}
+            named.refuse(f"{where}: plain values", "the file", hint="strict=False takes the rest")
+        self._plain = {name: plain[name] for name in job.held.values if name in plain}
+
+    def parts(self) -> tuple[list[Part], bool]:
+        """Returns what is read, and whether that must be all."""
 
         def wants(part: Part) -> bool:
-            names = owners.get(part.name, [part.name])
-            return absent.isdisjoint(names) if part.name in keys else not lacking.isdisjoint(names)
+            names = self._owners.get(part.name, [part.name])
+            has_key = part.name in self._keys
+            return self._absent.isdisjoint(names) if has_key else not self._lacking.isdisjoint(names)
 
-        parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts if wants(part)]
-        surplus = unexpected(held, keys, [key for key in source.tensors if key not in extra.keys])
-        kept = [part.name for part in job.held.parts if part.name in absent and part.name not in lacking]
-        lists = {"unexpected": [*surplus, *extra.unexpected], "kept": kept}
-        # Where something does not fit the engine lists it, which knows one name of each tensor.
-        return [*parts, *extra.parts], job.strict and bool(lacking or surplus)
+        keys, held = self._keys, self._held.parts
+        parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held if wants(part)]
+        surplus = unexpected(self._held, keys, [key for key in self._source.tensors if key not in self._extra.keys])
+        self._unexpected = [*surplus, *self._extra.unexpected]
+        return [*parts, *self._extra.parts], self._job.strict and bool(self._lacking or surplus)
 
-    read = path.read if isinstance(path, Merged) else partial(engine.read_chosen, path)
-    report = read(choose, job.team, verify=job.verify, progress=job.progress, check_only=check_only)
-    missing = dict.fromkeys(owner for name in report["missing"] for owner in owners.get(name, [name]))
-    lists["missing"] = [*missing, *(name for name in job.held.values if name not in plain)]
-    job.held.values = plain
-    return _with_extra(job, extra.values, {**report, **lists})
+    def taken(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Returns the engine's report in the names here. The job holds what is no tensor from now on."""
+        job, absent, lacking = self._job, self._absent, self._lacking
+        missing = dict.fromkeys(owner for name in report["missing"] for owner in self._owners.get(name, [name]))
+        lists = {
+            "unexpected": self._unexpected,
+            "kept": [part.name for part in job.held.parts if part.name in absent and part.name not in lacking],
+            "missing": [*missing, *(name for name in job.held.values if name not in self._plain)],
+        }
+        job.held.values = self._plain
+        return _with_extra(job, self._extra.values, {**report, **lists})
+
+
+def from_merged(job: Job, source: Merged) -> dict[str, Any]:
+    """Each rank reads its own bytes of the inputs. Raises where something does not fit, and changes nothing then."""
+    choices: list[Choice] = []
+
+    def choose(newest: Newest) -> tuple[list[Part], bool]:
+        choices[:] = [Choice(job, newest, str(source))]
+        return choices[0].parts()
+
+    report = source.read(choose, job.team, verify=job.verify, progress=job.progress)
+    return choices[0].taken(report)
+
+
+class FileLoad(engine.Load):
+    """A load of a checkpoint; each rank reads its own bytes."""
+
+    def __init__(
+        self, path: StrPath, look: Callable[[], Job], finish: Callable[[Job, dict[str, Any]], None],
+        compared: Words | None = None,
+    ) -> None:  # fmt: skip
+        """``look()``: in the first round, ``finish(job, report)`` in the last; both may raise on one rank for all.
+        ``compared``: after look()."""
+        self._path, self._look, self._finish, self._compared = path, look, finish, compared
+
+    def words(self) -> bytes:
+        words = self._compared.words() if self._compared is not None else b""
+        self._job = self._look()
+        return words
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return self._compared.sum_up(by_rank) if self._compared is not None else b""
+
+    def find(self) -> tuple[str, list[str], bytes]:
+        return paths.to_read(self._path), [], b""
+
+    def choose(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+        self._choice = Choice(self._job, files[0], str(self._path))
+        return [self._choice.parts()]
+
+    def begin(self, reports: list[dict[str, Any]]) -> None:
+        self._report = self._choice.taken(reports[0])
+
+    def end(self) -> None:
+        self._finish(self._job, self._report)
+
+    def fill(self, team: Team, what: str = "load()", check_only: bool = False, **options: Any) -> dict[str, Any]:
+        """Returns the report in the names here. ``check_only``: reads nothing, and finishes nothing. Collective."""
+        with engine.several_said(self._path):
+            (report,) = self.run(self._path, team, what, check_only=check_only, **options)
+        if check_only:
+            return self._choice.taken(report)
+        return {**self._report, "bytes_read": report["bytes_read"], "seconds": report["seconds"]}
 
 
 def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Mapping[str, list[str]], dict[str, str]]:

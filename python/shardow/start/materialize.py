@@ -3,6 +3,7 @@ the same from a file, also for a model that has values, or for a mapping's tenso
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch import nn
 from shardow.base.checks import instance, invalid, seconds
 from shardow.base.progress import Progress
 from shardow.files import paths
-from shardow.files.checkpoint import prepared
+from shardow.files.checkpoint import Looking
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged
 from shardow.model import origins
@@ -121,11 +122,23 @@ def load(
         return fill_model(Request("load()", target, source, optimizer, **options, group=group, timeout=timeout))
     if optimizer is not None:
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
-    held, team = prepared("load()", target, group, timeout)
-    names = [part.name for part in held.parts]
-    report = fill.from_file(fill.Job("load()", held, team, names, (), strict, bool(verify), progress), path)
-    held.put_back()
-    return report
+    looking = Looking("load()", target, group, timeout)
+    team = looking.team
+
+    def look() -> fill.Job:
+        held = looking.look()
+        names = [part.name for part in held.parts]
+        return fill.Job("load()", held, team, names, (), strict, bool(verify), progress)
+
+    def finish(job: fill.Job, _: dict[str, Any]) -> None:
+        job.held.put_back()
+
+    if isinstance(path, Merged):
+        job = team.agree("load()", look)
+        report = fill.from_merged(job, path)
+        finish(job, report)
+        return report
+    return fill.FileLoad(path, look, finish).fill(team, verify=bool(verify), progress=progress)
 
 
 @dataclass(frozen=True)
@@ -152,15 +165,28 @@ def fill_model(request: Request) -> dict[str, Any]:
     team = Team(group_of_model(model, request.group), seconds(request.timeout))
     given: dict[str, torch.Tensor] = {}
     jobs: list[tuple[origins.Bindings | None, fill.Job]] = []
+
+    def look() -> fill.Job:
+        jobs.append(_prepared(request, team, given))
+        return jobs[0][1]
+
+    def finish(job: fill.Job, report: dict[str, Any]) -> None:
+        _finished(request, job, given, set(report["missing"]))
+
+    kinds = Kinds(request.what, request.source)
     try:
-        kind = common_kind(request.what, request.source, team, lambda: jobs.append(_prepared(request, team, given)))
-        bindings, job = jobs[0]
-        report = _filled(request, kind, job)
-        team.agree(request.what, lambda: _finished(request, job, given, set(report["missing"])))
+        if isinstance(request.source, (str, Path)):
+            load = fill.FileLoad(request.source, look, finish, kinds)
+            report = load.fill(team, request.what, verify=request.verify, progress=request.progress)
+        else:
+            kind = kinds.compared(team, look)
+            report = _filled(request, kind, jobs[0][1])
+            team.agree(request.what, lambda: finish(jobs[0][1], report))
     except BaseException:
         meta.take_memory(model, given.values())
         raise
     meta.have_values(model)
+    bindings = jobs[0][0]
     if request.optimizer is not None and bindings is not None:
         origins.bind(request.optimizer, bindings)
     return report
@@ -202,29 +228,41 @@ def _filled(request: Request, kind: str, job: fill.Job) -> dict[str, Any]:
         return fill.from_own_mapping(job, request.source)
     if kind == _RANK_0:
         return fill.from_first_rank(job, request.source)
-    return fill.from_file(job, request.source)
+    return fill.from_merged(job, request.source)
 
 
-def common_kind(what: str, source: Source, team: Team, check: Callable[[], object]) -> str:
-    """kind_of() what all ranks have. Raises where they have different things, unless rank 0 alone has a mapping, and
-    whatever ``check()`` raises, which comes after kind_of(). Collective, one round.
-    """
+class Kinds:
+    """A round in which ranks compare what they are given to fill a model from. Raises where they have different things,
+    unless rank 0 alone has a mapping."""
 
-    def own_kind() -> bytes:
-        kind = kind_of(source).encode(errors="backslashreplace")
-        check()
-        return kind
+    def __init__(self, what: str, source: Source) -> None:
+        self._what, self._source = what, source
 
-    def common(words: list[bytes]) -> bytes:
-        if len(set(words)) == 1:
-            return words[0]
-        kinds = ", ".join(kind.decode() for kind in words)
-        if words[0] == b"a mapping" and {*words[1:]} <= {b"nothing", _EMPTY.encode()}:
+    def words(self) -> bytes:
+        return kind_of(self._source).encode(errors="backslashreplace")
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        if len(set(by_rank)) == 1:
+            return by_rank[0]
+        kinds = ", ".join(kind.decode() for kind in by_rank)
+        if by_rank[0] == b"a mapping" and {*by_rank[1:]} <= {b"nothing", _EMPTY.encode()}:
             return _RANK_0.encode()
         way_out = "the same on all, or a mapping on rank 0 and None or {} elsewhere"
-        raise invalid(f"{what}: ranks have different sources: {kinds}; {way_out}")
+        raise invalid(f"{self._what}: ranks have different sources: {kinds}; {way_out}")
 
-    return team.agree_on(what, own_kind, common).decode()
+    def compared(self, team: Team, look: Callable[[], object]) -> str:
+        """Returns what all ranks have. ``look()`` comes after this rank's kind, and may raise. Collective: the first
+        round of a load of files as well, where a rank has one."""
+
+        def words() -> bytes:
+            kind = self.words()
+            look()
+            return len(kind).to_bytes(8, sys.byteorder) + kind
+
+        def sum_up(by_rank: list[bytes]) -> bytes:
+            return self.sum_up([text[8 : 8 + int.from_bytes(text[:8], sys.byteorder)] for text in by_rank])
+
+        return team.agree_on(self._what, words, sum_up).decode()
 
 
 def kind_of(source: object) -> str:

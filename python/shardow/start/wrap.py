@@ -24,7 +24,7 @@ from shardow.model.modules import is_container, repeated_blocks
 from shardow.model.names import join, walk
 from shardow.model.slots import slots
 from shardow.ranks.team import Team
-from shardow.start.materialize import Source, common_kind, materialize
+from shardow.start.materialize import Kinds, Source, materialize
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
 
@@ -68,7 +68,7 @@ def wrap(
     from_memory = source is None and memory_efficient_init
     has_weights = source is None and (team.rank == 0 or not memory_efficient_init)
     checked: list[Any] = []
-    common_kind("wrap()", source, team, lambda: checked.extend(_checked(model, mesh, units, optimizer, has_weights)))
+    Kinds("wrap()", source).compared(team, lambda: checked.extend(_checked(model, mesh, units, optimizer, has_weights)))
     chosen, bindings, own = checked
     shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
     shared_out = [name for name, module in walk(model) if module in chosen]

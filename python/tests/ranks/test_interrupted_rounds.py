@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 
 import pytest
 from emulated import emulated
@@ -20,15 +19,16 @@ TIMEOUT = 20.0
 def test_where_signals_are_held_the_rank_goes_on_too_and_else_it_ends_the_next_round(
     held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, answers = [b"zero", b"one"], []
+    both, answers, waits = [b"zero", b"one"], [], threading.Event()
 
     def come_late() -> None:
-        time.sleep(0.2)
+        waits.wait(TIMEOUT)
         answers.append(groups[1].all_gather(b"one", TIMEOUT))
 
     late = threading.Thread(target=come_late)
 
     def interrupt_when_over() -> None:
+        waits.set()
         if late.is_alive():
             late.join()
             raise KeyboardInterrupt

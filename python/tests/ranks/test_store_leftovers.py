@@ -14,7 +14,6 @@ import pytest
 from emulated import Emulated, emulated, on_all
 
 import shardow
-from shardow import _core
 from shardow.ranks.store_group import StoreGroup
 
 TIMEOUT = 60.0
@@ -30,13 +29,13 @@ def failing() -> None:
 
 def odd_round(group: Emulated, kind: int, victim: bool) -> None:
     if kind == 1:
-        _core.agree(group, "call()", TIMEOUT, failing if victim else lambda: None)
+        group.agree("call()", TIMEOUT, failing if victim else lambda: None)
     elif kind == 2:
         group.decide(b"%d" % group.rank * 20_000, lambda everybody: (everybody[1], everybody), TIMEOUT)
     elif kind == 3:
         group.decide(b"%d" % group.rank, refuse, TIMEOUT)
     elif kind == 4:
-        _core.agree(group, "other()" if victim else "call()", TIMEOUT, lambda: None)
+        group.agree("other()" if victim else "call()", TIMEOUT, lambda: None)
     elif kind == 5 and victim:
         group.refuse("call()")
     elif kind == 6:

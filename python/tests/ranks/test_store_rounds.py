@@ -10,13 +10,12 @@ import pytest
 from emulated import Emulated, emulated, on_all
 
 import shardow
-from shardow import _core
 
 TIMEOUT = 60.0
 
 
 def agree(group: Emulated, fn: Callable[[], Any] = lambda: None, timeout: float = TIMEOUT) -> Any:
-    return _core.agree(group, "call()", timeout, fn)
+    return group.agree("call()", timeout, fn)
 
 
 def failing(message: str) -> None:
@@ -106,7 +105,7 @@ def test_calls_that_differ_are_told_apart_on_all_ranks_at_once() -> None:
     for odd in (0, 1, 39):
 
         def call(group: Emulated, odd: int = odd) -> Any:
-            return _core.agree(group, "load()" if group.rank == odd else "save()", TIMEOUT, lambda: None)
+            return group.agree("load()" if group.rank == odd else "save()", TIMEOUT, lambda: None)
 
         with emulated(40) as groups:
             answers, seconds = on_all(groups, call)

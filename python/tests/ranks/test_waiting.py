@@ -7,9 +7,9 @@ import re
 import signal
 import threading
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import models
 import numpy as np
@@ -21,7 +21,6 @@ from outcomes import Outcome, outcome
 from store_host import host, stop
 
 import shardow
-from shardow import _core
 from shardow.averages.replicas import Exchange
 from shardow.files import engine
 from shardow.ranks import store_group, waiting
@@ -244,8 +243,11 @@ def meets_a_rank_that_is_gone(folder: Path, verb: str) -> Outcome:
         "save": lambda: ema.save(path), "load": lambda: ema.load(path), "swap": ema.swap_in,
     }  # fmt: skip
     if dist.get_rank() == 1:
-        home, name = {"save": (engine, "_core"), "load": (_core, "open_ema"), "swap": (Exchange, "_gather")}[verb]
-        setattr(home, name, types.SimpleNamespace(SaveFile=leave) if name == "_core" else leave)
+        home: Any
+        home, name = {
+            "save": (engine._Opening, "metadata"), "load": (engine._InMemory, "choose"), "swap": (Exchange, "_gather"),
+        }[verb]  # fmt: skip
+        setattr(home, name, leave)
     return outcome(calls[verb])
 
 

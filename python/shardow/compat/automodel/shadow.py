@@ -22,6 +22,7 @@ from shardow.files import engine
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Part
+from shardow.ranks.team import SameUpdates
 
 _AGAIN = "freeze it again, or make a new manager and load the old one's state_dict() into it with strict=False"
 
@@ -135,14 +136,15 @@ class EMAManager(Managed):
         """
         path = Path(directory) / "ema.safetensors"
 
-        def prepare() -> tuple[list[Part], dict[str, Any]]:
+        def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
             path.parent.mkdir(parents=True, exist_ok=True)
             view = self._averages.view
             mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._team.rank)}
-            return [part for part in self._complete().parts if part.name in mine], engine.dtype_and_limit(dtype, None)
+            parts = [part for part in self._complete().parts if part.name in mine]
+            return [engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None)
 
-        parts, options = self._together("export_safetensors()", prepare)
-        engine.write([engine.FileParts("", parts)], path, self._team, **options)
+        what = "export_safetensors()"
+        engine.write(find, path, self._team, SameUpdates(what, self.updates), what=what)
         return path
 
     def _names(self) -> Mapping[str, object]:

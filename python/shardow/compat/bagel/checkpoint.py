@@ -18,7 +18,7 @@ from shardow.compat.files.published import publish
 from shardow.compat.ways.teams import everybody
 from shardow.compat.ways.twin import TrainedTwin
 from shardow.files.checkpoint import save
-from shardow.model.parts import Held, held_by
+from shardow.model.parts import held_by
 from shardow.ranks.team import Team
 from shardow.start import fill, meta
 
@@ -154,20 +154,22 @@ def _load(model: nn.Module, path: Path, team: Team, logger: Any, check_only: boo
     valueless = meta.valueless(model)
     fixed = set(_FIXED) - valueless
 
-    def prepare() -> Held:
+    what, names = "try_load_ckpt()", list[str]()
+
+    def look() -> fill.Job:
         held = held_by(model, team.process_group, saving=False)
         held.parts = [part for part in held.parts if part.name not in fixed]
-        return held
+        names[:] = [part.name for part in held.parts]
+        return fill.Job(what, held, team, names, valueless, strict=False, verify=True, progress=None)
 
-    held = team.agree("try_load_ckpt()", prepare)
-    names = [part.name for part in held.parts]
-    job = fill.Job("try_load_ckpt()", held, team, names, valueless, strict=False, verify=True, progress=None)
-    report = fill.from_file(job, path, check_only)
+    def finish(job: fill.Job, _: dict[str, Any]) -> None:
+        job.held.put_back()
+
+    report = fill.FileLoad(path, look, finish).fill(team, what, check_only)
     if len(report["missing"]) == len(names):
         there, here = ", ".join(report["unexpected"][:5]), ", ".join(names[:5])
         raise invalid(f"try_load_ckpt(): {path} has nothing of this model: it has {there} ..., the model {here} ...")
     if not check_only:
-        held.put_back()
         meta.have_values(model)
         unexpected = [name for name in report["unexpected"] if name not in fixed]
         differ = f"missing in the file: {report['missing']}; not wanted: {unexpected}"

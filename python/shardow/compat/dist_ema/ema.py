@@ -20,13 +20,13 @@ from shardow.base.checks import fraction, invalid, seconds, whole
 from shardow.compat.dist_ema.shares import Share, is_sharded, refuse_unlike, shares
 from shardow.compat.ways.pairs import Pair, Pairs
 from shardow.compat.ways.teams import refuse_copies, unchanged
-from shardow.files import engine
+from shardow.files import engine, paths
 from shardow.model import match
 from shardow.model.names import called
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer, Part, take
-from shardow.ranks.team import Team
+from shardow.ranks.team import SameUpdates, Team
 
 T = TypeVar("T")
 CONFIG = "shardow.dist_ema"  # key of ``config`` in a file's metadata
@@ -261,37 +261,35 @@ class DistEMA:
 
     def _together(self, what: str, fn: Callable[[], T], alone: bool = False) -> T:
         """fn() on every rank, or an error on all. ``alone``: it can do without the others."""
-        if not alone and self._team.size != self.world_size:
+        if not alone:
+            self._needs_all(what)
+        return self._team.agree(what, fn)
+
+    def _needs_all(self, what: str) -> None:
+        if self._team.size != self.world_size:
             way_out = "call dist.init_process_group() before DistEMA(...)"
             raise invalid(f"{what} needs the other {self.world_size - 1} ranks: {way_out}")
-        return self._team.agree(what, fn)
 
     # ---- files
 
     def save(self, path: str | Path) -> None:
         """Averages and ``config`` into a .safetensors file, each rank writing its own bytes; for load(). Collective;
         nothing is gathered."""
-        held = self._together("save()", lambda: self._held(saving=True))
-        self._team.same_updates("save()", self.decay_steps)
-        engine.write([engine.FileParts("", held.parts, {CONFIG: json.dumps(self.config)})], path, self._team)
+        self._needs_all("save()")
+
+        def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
+            return [engine.FileParts("", self._held(saving=True).parts, {CONFIG: json.dumps(self.config)})], {}
+
+        engine.write(find, path, self._team, SameUpdates("save()", self.decay_steps))
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
         """What save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective.
         Raises, before anything changes, where names, shapes or options differ."""
-        held = self._together("load()", lambda: self._held(saving=False))
-        steps = [0]
-
-        def choose(found: _core.Checkpoint) -> tuple[list[Part], bool]:
-            if CONFIG not in found.metadata:
-                why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
-                raise errors.make("corrupt", f"{path} is not a saved DistEMA: {why}")
-            steps[:] = [steps_in(json.loads(found.metadata[CONFIG]), self.config)]
-            return held.parts, True
-
-        engine.read_chosen(path, choose, self._team)
-        held.put_back()
-        self.decay_steps = steps[0]
+        self._needs_all("load()")
+        loading = _Load(self, path)
+        loading.run(path, self._team)
+        self.decay_steps = loading.steps
 
     def _held(self, saving: bool) -> Held:
         """In a sharded model, what every rank holds whole is saved by rank 0."""
@@ -300,6 +298,31 @@ class DistEMA:
             if everything or one.local.counts_on(self._team.rank):
                 held.parts += one.parts(held.copied)
         return held
+
+
+class _Load(engine.Load):
+    """load() of one rank."""
+
+    def __init__(self, ema: DistEMA, path: str | Path) -> None:
+        self._ema, self._path = ema, path
+
+    def words(self) -> bytes:
+        self._held = self._ema._held(saving=False)
+        return b""
+
+    def find(self) -> tuple[str, list[str], bytes]:
+        return paths.to_read(self._path), [], b""
+
+    def choose(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+        metadata = files[0].metadata
+        if CONFIG not in metadata:
+            why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
+            raise errors.make("corrupt", f"{self._path} is not a saved DistEMA: {why}")
+        self.steps = steps_in(json.loads(metadata[CONFIG]), self._ema.config)
+        return [(self._held.parts, True)]
+
+    def end(self) -> None:
+        self._held.put_back()
 
 
 def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:

@@ -365,6 +365,7 @@ Raw read_for_all(Group& group, const std::function<Location()>& find, const comm
   const auto sum_up = [&](const std::vector<std::string>& by_rank) {
     if (!compared.words) return by_rank.front();
     std::vector<std::string> words;
+    words.reserve(by_rank.size());
     for (const std::string& one : by_rank) words.push_back(Receiver(one).text());
     compared.sum_up(words);
     return by_rank.front().substr(sizeof(int64_t) + words.front().size());
@@ -438,12 +439,12 @@ Finding::Outcome Finding::run(Group& group, std::chrono::milliseconds timeout) c
       const std::string own = words ? words(raw.location, outcome.catalogs) : std::string();
       return own.empty() ? own : "+" + own;
     };
-    const auto together = [&](std::vector<std::string> words) {
-      for (std::string& one : words) {
+    const auto together = [&](std::vector<std::string> by_rank) {
+      for (std::string& one : by_rank) {
         if (one.starts_with('-')) return one;  // who came too late for the version
         if (!one.empty()) one.erase(0, 1);
       }
-      return "+" + sum_up(words);
+      return "+" + sum_up(by_rank);
     };
     outcome.sum = comm::agree_on(group, base::after(timeout), open_here, together);
     outcome.location = std::move(raw.location);

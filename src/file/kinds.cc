@@ -88,7 +88,7 @@ class NumberReader {
   }
 
   std::string text(size_t bytes) {
-    const std::string text(left_.substr(0, bytes));
+    std::string text(left_.substr(0, bytes));
     left_.remove_prefix(text.size());
     return text;
   }

@@ -185,6 +185,7 @@ comm::Comparison comparison_of(const Fillings& fillings, const std::function<voi
     std::vector<Receiver> in(by_rank.begin(), by_rank.end());
     for (const Filling& one : fillings) {
       std::vector<std::string> sums;
+      sums.reserve(in.size());
       for (Receiver& rank : in) sums.push_back(rank.text());
       if (one.sums) one.sums->compare(sums);
     }
@@ -240,7 +241,7 @@ LoadCall load_of(std::span<const TensorView> views, bool strict) {
 }
 
 std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) const {
-  const auto begin = base::now();
+  const auto started = base::now();
   const std::shared_ptr<base::TimedCalls> timed = timed_calls(group, options.timeout);
   const Environment machine{timed.get()};
   const InEnvironment here(&machine);
@@ -270,7 +271,7 @@ std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) 
         group, base::after(options.timeout), [&] { return tell({}, open); }, sum_up_words);
   }
   std::vector<LoadReport> reports = load_agreed(group, fillings, sum, *this, options);
-  for (LoadReport& report : reports) report.seconds = base::seconds_since(begin);
+  for (LoadReport& report : reports) report.seconds = base::seconds_since(started);
   return reports;
 }
 

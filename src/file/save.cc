@@ -295,7 +295,9 @@ StagedSave::StagedSave(Group& group, const SaveCall& call, std::chrono::millisec
   Plan& plan = *plan_;
   const InEnvironment here(plan.environment());
   plan.call = same_call(group, call, timeout);  // (1)
-  const auto& [files, path, options] = plan.call.request;
+  const std::vector<SaveFile>& files = plan.call.request.files;
+  const base::Path& path = plan.call.request.path;
+  const SaveOptions& options = plan.call.request.options;
   plan.options = options;
   plan.options.timeout = timeout;
   plan.hugging_face = files.size() == 1 && files[0].name.empty();

@@ -241,5 +241,19 @@ TEST_F(Checkpoints, OfMoreFilesThanMayBeOpenIsSavedAndLoaded) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
+TEST_F(Checkpoints, OfMoreShortRunsThanAStripeOfEachRankHoldsIsWhole) {
+  const std::vector<Spec> specs = {{"many stripes", DType::kF32, {5000, 1400}}, {"after", DType::kF32, {9}}};  // 28 MB
+  const fs::path path = folder_ / "a.safetensors";
+  EXPECT_EQ(on_ranks(2,
+                     [&](Group& group) {
+                       auto held = hold(columns, group.rank(), 2, true, specs);
+                       save(group, views_of(held), path);
+                     }),
+            all(2, kFine));
+  auto loaded = hold(whole, 0, 1, false, specs), expected = hold(whole, 0, 1, true, specs);
+  load(*solo(), views_of(loaded), path);
+  for (size_t i = 0; i < loaded.size(); ++i) EXPECT_EQ(loaded[i].memory, expected[i].memory) << specs[i].name;
+}
+
 }  // namespace
 }  // namespace shardow

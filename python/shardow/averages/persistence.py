@@ -284,7 +284,7 @@ class _FileLoad(engine.Load):
     ) -> None:
         self._averages, self._path, self._options, self._strict = averages, path, options, strict
         facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
-        self._same = SameFacts("load()", lambda: facts)
+        self._same = SameFacts("load()", lambda: {"path": self._where, **facts})
 
     def words(self) -> bytes:
         self._averages.swap.refuse("load()")

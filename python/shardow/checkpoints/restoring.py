@@ -81,7 +81,7 @@ class Restoring(engine.Load):
 
     def words(self) -> bytes:
         self._given, self._skipped, self._facts = self._ask()
-        return SameFacts(WHAT, lambda: self._facts).words()
+        return SameFacts(WHAT, lambda: {"directory": str(self._root), **self._facts}).words()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
         return SameFacts(WHAT, dict).sum_up(by_rank)

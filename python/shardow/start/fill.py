@@ -122,6 +122,7 @@ class FileLoad(engine.Load):
         self._path, self._look, self._finish, self._compared = path, look, finish, compared
 
     def words(self) -> bytes:
+        paths.to_read(self._path)
         words = self._compared.words() if self._compared is not None else b""
         self._job = self._look()
         return words

@@ -3,6 +3,7 @@ the same from a file, also for a model that has values, or for a mapping's tenso
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from shardow.model.local import refuse_expanded
 from shardow.model.masters import fill_masters_too
 from shardow.model.parts import Saveable, held_by
 from shardow.model.swap_guard import refuse_foreign
-from shardow.ranks.team import Team
+from shardow.ranks.team import SameFacts, Team
 from shardow.start import fill, initialise, meta
 
 _RANK_0 = "a mapping on rank 0"
@@ -138,7 +139,8 @@ def load(
         report = fill.from_merged(job, path)
         finish(job, report)
         return report
-    return fill.FileLoad(path, look, finish).fill(team, verify=bool(verify), progress=progress)
+    same = SameFacts("load()", lambda: {"path": os.fspath(path)})
+    return fill.FileLoad(path, look, finish, same).fill(team, verify=bool(verify), progress=progress)
 
 
 @dataclass(frozen=True)

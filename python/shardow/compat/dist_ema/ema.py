@@ -26,7 +26,7 @@ from shardow.model.names import called
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
 from shardow.ranks.gather import Gatherer, Part, take
-from shardow.ranks.team import SameUpdates, Team
+from shardow.ranks.team import SameFacts, SameUpdates, Team
 
 T = TypeVar("T")
 CONFIG = "shardow.dist_ema"  # key of ``config`` in a file's metadata
@@ -308,7 +308,10 @@ class _Load(engine.Load):
 
     def words(self) -> bytes:
         self._held = self._ema._held(saving=False)
-        return b""
+        return SameFacts("load()", lambda: {"path": paths.to_read(self._path)}).words()
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return SameFacts("load()", dict).sum_up(by_rank)
 
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""

@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardow
 from shardow import _core
 from shardow.checkpoints import manifest
+from shardow.checkpoints.manifest import directory_of
+from shardow.checkpoints.restoring import Restoring
 
 
 def save(checkpoints: shardow.Checkpoints, *steps: int) -> None:
@@ -342,3 +345,47 @@ def test_links_and_files_with_a_step_s_name_are_no_steps(tmp_path: Path) -> None
     assert checkpoints.latest() == 1
     save(checkpoints, 2)
     assert there(tmp_path) == [2, 5, 6, 7]
+
+
+def test_a_step_that_appears_while_older_ones_are_removed_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, checkpoints = nn.Linear(2, 2), shardow.Checkpoints(tmp_path / "run")
+    checkpoints.save(1, model)
+    newer = shardow.Checkpoints(tmp_path / "other")
+    newer.save(2, model)
+    whole, looked_at = manifest.whole, []
+
+    def replaced(directory: Path) -> manifest.Manifest | None:
+        if not looked_at:  # another process saves a step, and removes the older one, after they were listed
+            os.rename(newer.directory / directory_of(2), checkpoints.directory / directory_of(2))
+            shutil.rmtree(directory)
+        looked_at.append(directory.name)
+        return whole(directory)
+
+    monkeypatch.setattr(manifest, "whole", replaced)
+    assert checkpoints.latest() == 2
+    assert looked_at == [directory_of(1), directory_of(2)]
+
+
+@torch.no_grad()
+def test_a_step_that_is_saved_again_while_it_is_opened_is_restored_as_it_is_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, checkpoints = nn.Linear(2, 2), shardow.Checkpoints(tmp_path)
+    checkpoints.save(1, model.requires_grad_(False))
+    find, found = Restoring.find, []
+
+    def saved_again(restoring: Restoring) -> tuple[str, list[str], bytes]:
+        step = find(restoring)
+        if not found:
+            model.weight.fill_(7)
+            checkpoints.save(1, model)
+            model.weight.zero_()
+        found.append(step)
+        return step
+
+    monkeypatch.setattr(Restoring, "find", saved_again)
+    checkpoints.restore(model)
+    assert len(found) == 2
+    assert (model.weight == 7).all()

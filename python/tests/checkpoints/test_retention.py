@@ -374,18 +374,18 @@ def test_a_step_that_is_saved_again_while_it_is_opened_is_restored_as_it_is_then
 ) -> None:
     model, checkpoints = nn.Linear(2, 2), shardow.Checkpoints(tmp_path)
     checkpoints.save(1, model.requires_grad_(False))
-    find, found = Restoring.find, []
+    find, steps = Restoring.find, []
 
     def saved_again(restoring: Restoring) -> tuple[str, list[str], bytes]:
         step = find(restoring)
-        if not found:
+        if not steps:
             model.weight.fill_(7)
             checkpoints.save(1, model)
             model.weight.zero_()
-        found.append(step)
+        steps.append(step)
         return step
 
     monkeypatch.setattr(Restoring, "find", saved_again)
     checkpoints.restore(model)
-    assert len(found) == 2
+    assert len(steps) == 2
     assert (model.weight == 7).all()

@@ -102,7 +102,7 @@ void Loading::begin(int rank) {
   ema_.set_state(own_part(state_, rank), from_);
 }
 
-void Loading::give_up() noexcept {
+void Loading::give_up() {
   if (!before_.empty() && ema_.state() != before_) ema_.set_state(before_);
 }
 

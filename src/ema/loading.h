@@ -34,8 +34,8 @@ class Loading {
   /// other numbers, or would change options that can't be changed. `where`: for messages.
   std::vector<file::Chosen> choose(const file::Catalogs& files, const std::string& where, bool strict);
 
-  void begin(int rank);     ///< takes the counters, and with OptionsFrom::kFile the options
-  void give_up() noexcept;  ///< the state is again what it was before
+  void begin(int rank);  ///< takes the counters, and with OptionsFrom::kFile the options
+  void give_up();        ///< the state is again what it was before
 
   /// How options change.
   const std::vector<OptionDifference>& changed() const noexcept { return changed_; }

@@ -56,9 +56,9 @@ test-cpp: build
 OF_PYTHON := $(addprefix tests/,crash libtorch machines) $(addprefix python/tests/,ranks averages start checkpoints) tests examples python/tests
 
 # Python's own, and of what starts programs: the command, both languages, installed packages, machines. By files, so that what a file's tests
-# share is made once; three files more at a time than there are processors, since files wait for more than a half of their time.
+# share is made once; two files more at a time than there are processors, since files wait for a half of their time.
 test-python: build
-	$(BIN)/python -m pytest -n $$(($(JOBS) + 3)) --dist loadfile --no-loadscope-reorder --ignore=$(FRAMEWORKS) --ignore=tests/test_benchmarks.py \
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder --ignore=$(FRAMEWORKS) --ignore=tests/test_benchmarks.py \
 		$(OF_PYTHON)
 
 # In one process, since each that imports all frameworks takes 20 s for it.

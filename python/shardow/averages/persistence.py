@@ -283,18 +283,18 @@ class _FileLoad(engine.Load):
         self, averages: Averages, path: paths.StrPath, strict: bool, verify: bool, options: OptionsFrom
     ) -> None:
         self._averages, self._path, self._options, self._strict = averages, path, options, strict
-        facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
-        self._same = SameFacts("load()", lambda: {"path": self._where, **facts})
+        self._facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
 
     def words(self) -> bytes:
         self._averages.swap.refuse("load()")
         one_of("options", self._options, ("file", "own"))
         self._where = paths.to_read(self._path)
         self.taking = Taking(self._averages, self._options)
-        return self._same.words()
+        facts = {"path": self._where, **self._facts}
+        return SameFacts("load()", lambda: facts).words()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._same.sum_up(by_rank)
+        return SameFacts("load()", dict).sum_up(by_rank)
 
     def find(self) -> tuple[str, list[str], bytes]:
         return self._where, self.taking.loading.names_at(self._where), b""

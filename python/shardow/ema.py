@@ -274,8 +274,8 @@ class EMA:
         Returns:
             dict: {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
-        saving = persistence.Saving(self._averages, "save()", max_shard_size, metadata)
-        return engine.write(saving.find, path, self._averages.team, saving, progress=progress)
+        find, hand_out = persistence.to_save(self._averages, "save()", max_shard_size, metadata)
+        return engine.write(find, path, self._averages.team, hand_out, progress=progress)
 
     def async_save(
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
@@ -283,8 +283,8 @@ class EMA:
     ) -> SaveHandle:  # fmt: skip
         """save() that returns when this rank's averages are copied, so that training and updates go on; see
         shardow.async_save(). Collective."""
-        saving = persistence.Saving(self._averages, "async_save()", max_shard_size, metadata)
-        return engine.write_in_background(saving.find, path, self._averages.team, saving, progress=progress)
+        find, hand_out = persistence.to_save(self._averages, "async_save()", max_shard_size, metadata)
+        return engine.write_in_background(find, path, self._averages.team, hand_out, progress=progress)
 
     def load(
         self,

@@ -155,10 +155,12 @@ class Averages:
         return state
 
     def hand_out(
-        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
-    ) -> HandOut:
+        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict,
+        texts: Callable[[str], list[dict[str, str]]] = lambda _: [],
+    ) -> HandOut:  # fmt: skip
         """The comparison before one rank's bytes stand for all that hold the same. ``others``: what of the model is
-        handed out too, wherever it lies now. ``asked()``: as together()'s; may raise."""
+        handed out too, wherever it lies now. ``asked()``: as together()'s; may raise. ``texts(state)``: metadata of
+        each file that is saved."""
         facts: dict[str, Any] = {}
 
         def find() -> Iterable[Common | None]:
@@ -172,7 +174,7 @@ class Averages:
             return chain(common, (common_of(one) for one in others() if one in weights))
 
         states = self.state_round(what, facts)
-        return HandOut(self, EqualCopies(what, find, self.team, DIFFERENT_WEIGHTS, states), states)
+        return HandOut(self, what, find, states, texts)
 
     def ready_to_hand_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
@@ -180,7 +182,7 @@ class Averages:
         """Raises on every rank where what is handed out differs, by hand_out(). Returns the state of all ranks.
         Collective, one round."""
         comparison = self.hand_out(what, others, asked)
-        return comparison.of_all(self.team.agree_on(what, comparison.words, comparison.sum_up))
+        return comparison.state_of_all(self.team.agree_on(what, comparison.words, comparison.sum_up))
 
     def tracked_weights(self) -> list[Tracked]:
         """Without buffers, of which each rank has its own: batch statistics."""
@@ -411,23 +413,19 @@ class Averages:
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}
 
 
-class HandOut:
+class HandOut(EqualCopies):
     """A round before one rank's averages stand for all that hold the same; see Averages.hand_out()."""
 
-    def __init__(self, averages: Averages, copies: EqualCopies, states: _state.StateRound) -> None:
-        self._averages, self._copies, self._states = averages, copies, states
+    def __init__(
+        self, averages: Averages, what: str, find: Callable[[], Iterable[Common | None]], states: _state.StateRound,
+        texts: Callable[[str], list[dict[str, str]]],
+    ) -> None:  # fmt: skip
+        super().__init__(what, find, averages.team, DIFFERENT_WEIGHTS, states)
+        self._averages, self._states, self._texts = averages, states, texts
 
-    def words(self) -> bytes:
-        return self._copies.words()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._copies.sum_up(by_rank)
-
-    def of_all(self, total: bytes) -> str:
+    def state_of_all(self, total: bytes) -> str:
         """Returns the state of all ranks. Raises on every rank where ranks differ. Collective."""
-        return self._averages.in_force(self._states.state_of_all(self._copies.of_all(total)))
+        return self._averages.in_force(self._states.state_of_all(self.of_all(total)))
 
     def texts(self, total: bytes) -> list[dict[str, str]]:
-        """of_all(), of a save whose metadata do not depend on it."""
-        self.of_all(total)
-        return []
+        return self._texts(self.state_of_all(total))

@@ -16,7 +16,7 @@ import torch
 from shardow import _core, errors
 from shardow.averages import lineage
 from shardow.averages import state as _state
-from shardow.averages.core import Averages
+from shardow.averages.core import Averages, HandOut
 from shardow.averages.state_dict import Decay, OptionsFrom, renew_keys
 from shardow.base.checks import invalid, one_of, whole
 from shardow.base.progress import Progress
@@ -35,38 +35,25 @@ Report = dict[str, Any]
 Metadata = Mapping[str, str] | None
 
 
-class Saving:
-    """A save of averages in its first round, on this rank."""
+def to_save(
+    averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata,
+    dtype: torch.dtype | str | None = None, named: bool = False,
+) -> tuple[engine.Find, HandOut]:  # fmt: skip
+    """Returns what a save of averages finds on this rank, and what ranks compare then."""
 
-    def __init__(
-        self, averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata,
-        dtype: torch.dtype | str | None = None, named: bool = False,
-    ) -> None:  # fmt: skip
-        self._averages, self._what, self._named = averages, what, named
-        self._limit, self._metadata, self._dtype = max_shard_size, metadata, dtype
-        self._hand_out = averages.hand_out(what)
+    def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
+        averages.handed_out(what)
+        if max_shard_size is not None and len(averages.keys) > 1:
+            raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
+        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(engine.texts(metadata)):
+            raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
+        files = _files(averages, averages.engine.state(), engine.texts(metadata), named)
+        return files, engine.dtype_and_limit(dtype, max_shard_size)
 
-    def find(self) -> tuple[list[engine.FileParts], dict[str, Any]]:
-        """Returns the files, and the engine's options. May raise."""
-        averages, metadata = self._averages, engine.texts(self._metadata)
-        averages.handed_out(self._what)
-        if self._limit is not None and len(averages.keys) > 1:
-            raise invalid(f"{self._what}: max_shard_size= goes with one decay; of several, each average has one file")
-        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(metadata):
-            raise invalid(f"{self._what}: metadata {key!r} is the EMA's own state; choose another key")
-        options = engine.dtype_and_limit(self._dtype, self._limit)
-        return _files(averages, averages.engine.state(), metadata, self._named), options
+    def states(state: str) -> list[dict[str, str]]:
+        return [texts for _, texts in _core.ema_files(averages.engine, state)]
 
-    def words(self) -> bytes:
-        return self._hand_out.words()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._hand_out.sum_up(by_rank)
-
-    def texts(self, total: bytes) -> list[dict[str, str]]:
-        """Returns the state of all ranks for each file."""
-        state = self._hand_out.of_all(total)
-        return [texts for _, texts in _core.ema_files(self._averages.engine, state)]
+    return find, averages.hand_out(what, texts=states)
 
 
 def snapshot(
@@ -90,17 +77,17 @@ def snapshot(
     averages.lineage.see(now)  # type: ignore[union-attr]
     if now.step == 0 or now.step // every <= mine.last // every:  # none is due
         return None
-    saving = Saving(averages, lineage.WHAT, None, None, dtype, named=True)
+    to_find, hand_out = to_save(averages, lineage.WHAT, None, None, dtype, named=True)
 
-    def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
+    def find() -> tuple[Sequence[engine.FileParts], dict[str, Any]]:
         if averages.team.rank == 0:
             mine.check(now.step)
-        files, options = saving.find()
+        files, options = to_find()
         _refuse_infinite(files, chosen)
         return files, options
 
     write = engine.write_in_background if asynchronous else engine.write
-    told = write(find, where / directory_of(now.step), averages.team, saving, progress=progress, what=lineage.WHAT)
+    told = write(find, where / directory_of(now.step), averages.team, hand_out, progress=progress, what=lineage.WHAT)
     mine.last = now.step
     return told
 
@@ -283,18 +270,19 @@ class _FileLoad(engine.Load):
         self, averages: Averages, path: paths.StrPath, strict: bool, verify: bool, options: OptionsFrom
     ) -> None:
         self._averages, self._path, self._options, self._strict = averages, path, options, strict
-        self._facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
+        facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
+        self._same = SameFacts("load()", facts)
 
     def words(self) -> bytes:
         self._averages.swap.refuse("load()")
         one_of("options", self._options, ("file", "own"))
         self._where = paths.to_read(self._path)
         self.taking = Taking(self._averages, self._options)
-        facts = {"path": self._where, **self._facts}
-        return SameFacts("load()", lambda: facts).words()
+        self._same.facts["path"] = self._where
+        return self._same.words()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return SameFacts("load()", dict).sum_up(by_rank)
+        return self._same.sum_up(by_rank)
 
     def find(self) -> tuple[str, list[str], bytes]:
         return self._where, self.taking.loading.names_at(self._where), b""

@@ -81,10 +81,11 @@ class Restoring(engine.Load):
 
     def words(self) -> bytes:
         self._given, self._skipped, self._facts = self._ask()
-        return SameFacts(WHAT, lambda: {"directory": str(self._root), **self._facts}).words()
+        self._same = SameFacts(WHAT, {"directory": str(self._root), **self._facts})
+        return self._same.words()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return SameFacts(WHAT, dict).sum_up(by_rank)
+        return self._same.sum_up(by_rank)
 
     def find(self) -> tuple[str, list[str], bytes]:
         root, step = self._root, self._step

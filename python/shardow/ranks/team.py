@@ -195,13 +195,13 @@ def _rounds(group: _core.Group) -> int:
 
 
 class SameFacts:
-    """A round in which ranks compare few facts: JSON values by name."""
+    """A round in which ranks compare few facts: JSON values by name, known when words() is called."""
 
-    def __init__(self, what: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        self._what, self._facts = what, facts
+    def __init__(self, what: str, facts: dict[str, Any]) -> None:
+        self._what, self.facts = what, facts
 
     def words(self) -> bytes:
-        return json.dumps(self._facts(), default=repr).encode()
+        return json.dumps(self.facts, default=repr).encode()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
         """Raises where ranks differ, naming the first fact and what two of them have."""

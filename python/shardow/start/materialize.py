@@ -3,7 +3,6 @@ the same from a file, also for a model that has values, or for a mapping's tenso
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -139,7 +138,7 @@ def load(
         report = fill.from_merged(job, path)
         finish(job, report)
         return report
-    same = SameFacts("load()", lambda: {"path": os.fspath(path)})
+    same = SameFacts("load()", {"path": str(path)})
     return fill.FileLoad(path, look, finish, same).fill(team, verify=bool(verify), progress=progress)
 
 

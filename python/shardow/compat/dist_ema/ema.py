@@ -308,10 +308,11 @@ class _Load(engine.Load):
 
     def words(self) -> bytes:
         self._held = self._ema._held(saving=False)
-        return SameFacts("load()", lambda: {"path": paths.to_read(self._path)}).words()
+        self._same = SameFacts("load()", {"path": paths.to_read(self._path)})
+        return self._same.words()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return SameFacts("load()", dict).sum_up(by_rank)
+        return self._same.sum_up(by_rank)
 
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""

@@ -10,6 +10,8 @@ ENGINE := $(shell find include src python/src cmake -type f 2>/dev/null) CMakeLi
 PIP := $(BIN)/pip install -qq --disable-pip-version-check --no-compile
 WERROR := $(if $(CI),ON,OFF)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# Set in many containers: then each of a thousand processes would compile again whatever it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # ccache is used where it is installed.
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 

@@ -127,6 +127,27 @@ nb::list list_of(const std::vector<LoadReport>& reports) {
   return all;
 }
 
+nb::list list_of(const file::Catalogs& catalogs) {
+  nb::list all;
+  for (const auto& catalog : catalogs) all.append(nb::cast(file::Inside::make(catalog)));
+  return all;
+}
+
+/// Opens checkpoints, as the methods of `steps` say.
+void open_checkpoints(Group& group, const nb::object& steps, double timeout) {
+  Callbacks callbacks;
+  file::Finding finding;
+  finding.compared = comparison(callbacks, steps);
+  finding.find = [&] {
+    return callbacks.call("", [&] { return file::Location{nb::cast<std::vector<base::Path>>(steps.attr("find")())}; });
+  };
+  finding.words = [&](const file::Location&, const file::Catalogs& catalogs) {
+    callbacks.call("", [&] { steps.attr("opened")(list_of(catalogs)); });
+    return std::string();
+  };
+  callbacks.run([&] { finding.run(group, milliseconds(timeout)); });
+}
+
 /// A load whose steps are the methods of `steps`.
 nb::list load_files(Group& group, const nb::object& steps, bool verify, bool check_only, double timeout,
                     const nb::object& progress) {
@@ -138,15 +159,13 @@ nb::list load_files(Group& group, const nb::object& steps, bool verify, bool che
     return callbacks.call("", [&] {
       auto [path, names, words] =
           nb::cast<std::tuple<base::Path, std::vector<std::string>, nb::bytes>>(steps.attr("find")());
-      return file::Location{std::move(path), std::move(names), text_of(words)};
+      return file::Location{{std::move(path)}, std::move(names), text_of(words)};
     });
   };
   call.choose = [&](const std::string& words, const file::Catalogs& catalogs) {
     return callbacks.call("", [&] {
-      nb::list files;
-      for (const auto& catalog : catalogs) files.append(nb::cast(file::Inside::make(catalog)));
       std::vector<file::Chosen> chosen;
-      for (const nb::handle file : steps.attr("choose")(to_bytes(words), files)) {
+      for (const nb::handle file : steps.attr("choose")(to_bytes(words), list_of(catalogs))) {
         auto [views, strict] = nb::cast<std::pair<std::vector<TensorView>, bool>>(file);
         chosen.push_back({std::move(views), strict});
       }
@@ -215,20 +234,8 @@ void bind_file(nb::module_& m) {
       .def_static("open", nb::overload_cast<const base::Path&>(&Checkpoint::open), "path"_a,
                   nb::call_guard<nb::gil_scoped_release>(), "Of this process alone.")
       .def_static(
-          "open",
-          [](Group& group, const base::Path& path, double timeout) {
-            return Checkpoint::open(group, path, milliseconds(timeout));
-          },
-          "group"_a, "path"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(), "Collective.")
-      .def_static(
           "open_files", nb::overload_cast<const base::Path&, const std::vector<std::string>&>(&Checkpoint::open_files),
           "directory"_a, "names"_a, nb::call_guard<nb::gil_scoped_release>(), "Of one directory, that belong together.")
-      .def_static(
-          "open_files",
-          [](Group& group, const base::Path& directory, const std::vector<std::string>& names, double timeout) {
-            return Checkpoint::open_files(group, directory, names, milliseconds(timeout));
-          },
-          "group"_a, "directory"_a, "names"_a, "timeout"_a, nb::call_guard<nb::gil_scoped_release>(), "Collective.")
       .def_prop_ro("tensors", &tensors_in, "{name: (dtype, shape)}")
       .def_prop_ro("metadata", &Checkpoint::metadata, "of the first file")
       .def("read", nb::overload_cast<const TensorView&>(&Checkpoint::read, nb::const_), "view"_a,
@@ -239,6 +246,11 @@ void bind_file(nb::module_& m) {
       "A load of one or several files by the methods of `steps`: LoadCall in src/file/load.h. words(), sum_up(words); "
       "find() -> (path, names, words), on rank 0; choose(words, [Checkpoint]) -> [(tensors, strict)]; begin(reports); "
       "end(). What one raises on one rank is raised on all. Returns reports by file. Collective.");
+  m.def(
+      "open_checkpoints", &open_checkpoints, "group"_a, "steps"_a, "timeout"_a,
+      "Opens what all ranks find alike, by the methods of `steps`: words(), sum_up(words); find() -> paths, on rank 0; "
+      "opened([Checkpoint]), again where one was replaced meanwhile. What one raises on one rank is raised on all. "
+      "Collective.");
   nb::class_<LockedPath>(m, "LockedPath", "While it is held, no save to a path begins.")
       .def(nb::init<base::Path>(), "path"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Raises DeadlineError where a living save holds the path, IoError where the lock's file cannot be made.")

@@ -43,9 +43,9 @@ auto in_python(Fn fn) {
   }
 }
 
-/// A group whose subclass in Python provides all_reduce, broadcast, send and recv over buffers.
+/// A group whose subclass in Python provides broadcast, send and recv over buffers, where it moves blocks.
 struct PyGroup final : comm::StoreGroup {
-  NB_TRAMPOLINE(comm::StoreGroup, 4);
+  NB_TRAMPOLINE(comm::StoreGroup, 3);
 
   PyGroup(int rank, std::vector<int> ranks, nb::object serve, nb::object poll, nb::object put_off)
       : PyGroup(py_store(std::move(serve), std::move(poll), std::move(put_off)), rank, std::move(ranks)) {}
@@ -54,12 +54,8 @@ struct PyGroup final : comm::StoreGroup {
   void set_moves_blocks(bool moves) { moves_blocks_ = moves; }
   PyStore& python_store() { return static_cast<PyStore&>(store()); }
 
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    const char* name = op == Op::kSum ? "sum" : op == Op::kMax ? "max" : "xor";
-    in_python([&] { self().attr("all_reduce")(view(std::as_writable_bytes(values)), name, seconds_left(deadline)); });
-  }
-
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
+    if (!moves_blocks_) return StoreGroup::broadcast(bytes, root, deadline);
     in_python([&] { self().attr("broadcast")(view(bytes), root, seconds_left(deadline)); });
   }
 

@@ -9,9 +9,9 @@
 #include "cli/output.h"
 #include "cli/renames.h"
 #include "cli/sources.h"
+#include "file/call.h"
 #include "file/crc.h"
 #include "file/model_texts.h"
-#include "file/producer.h"
 #include "tensor/dtype.h"
 #include "tensor/runs.h"
 
@@ -94,7 +94,8 @@ int convert(const ConvertOptions& options) {
   file::Producer producer;
   producer.read = [&](const TensorView& wanted) { parts.read(wanted); };
   producer.threads = std::min(options.threads, kMostWriters);
-  const SaveReport report = producer.save(*solo(), views, options.output.path, save_options);
+  const auto request = [&] { return file::Request{{{"", views}}, options.output.path, save_options}; };
+  const SaveReport report = file::SaveCall{request, &producer}.begin(*solo(), save_options.timeout)->write();
   save_options.progress = {};  // its line goes away
   note_written(options.output.path);
   if (options.output.json) {

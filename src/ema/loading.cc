@@ -152,7 +152,7 @@ EmaLoadReport load(Group& group, Average& ema, const std::filesystem::path& path
                    OptionsFrom from) {
   group.begin("load()", options.timeout);
   ema::Loading loading(ema, from);
-  const auto find = [&] { return file::Location{path, loading.names_at(path)}; };
+  const auto find = [&] { return file::Location{{path}, loading.names_at(path)}; };
   return ema::load_by(group, loading, {ema::same_request(ema, options, from), find, {}, {}}, path.string(), options);
 }
 

@@ -35,18 +35,23 @@ using base::Path;
 using comm::Receiver;
 using comm::Sender;
 
-/// One version of the checkpoint, also where it is replaced while it is read.
+/// One version of a checkpoint, also where it is replaced while it is read.
 struct Raw {
   struct Text {
     std::string path, json;
     int64_t data_bytes;
     base::Identity identity;
   };
-  Location location;    ///< of what rank 0 has found
-  std::string machine;  ///< rank 0's
   std::vector<Text> files;
   std::optional<WeightMap> weights;             ///< where an index says who has what
   std::vector<std::shared_ptr<Opened>> opened;  ///< by file, on this rank; not packed
+};
+
+/// What rank 0 has read, for all.
+struct Found {
+  Location location;
+  std::string machine;   ///< rank 0's
+  std::vector<Raw> raw;  ///< by path
 };
 
 constexpr std::array kLists = {kIndexName, kAveragesName, kManifestName};
@@ -201,26 +206,25 @@ bool open_same(const Path& path, Raw& raw, bool same_machine) {
 }
 
 /// For other ranks.
-std::string pack_raw(const Raw& raw) {
+std::string pack(const Found& found) {
   Sender out;
-  out.text(raw.location.path.string());
-  out.text(raw.location.words);
-  out.number(static_cast<int64_t>(raw.location.names.size()));
-  for (const std::string& name : raw.location.names) out.text(name);
-  out.text(raw.machine);
-  out.number(static_cast<int64_t>(raw.files.size()));
-  for (const Raw::Text& file : raw.files) {
-    out.text(file.path);
-    out.text(file.json);
-    out.number(file.data_bytes);
-    out.number(static_cast<int64_t>(file.identity.device));
-    out.number(static_cast<int64_t>(file.identity.inode));
-    out.number(file.identity.size);
-    out.number(file.identity.modified);
-  }
-  out.number(raw.weights ? 1 : 0);
-  if (raw.weights) {
-    for (const auto& [tensor, file] : *raw.weights) {
+  out.text(found.location.words);
+  out.text(found.machine);
+  out.number(static_cast<int64_t>(found.location.names.size()));
+  for (const std::string& name : found.location.names) out.text(name);
+  for (size_t i = 0; i < found.raw.size(); ++i) {
+    const auto& [files, weights, opened] = found.raw[i];
+    out.text(found.location.paths[i].string());
+    out.number(static_cast<int64_t>(files.size()));
+    for (const Raw::Text& file : files) {
+      out.text(file.path);
+      out.text(file.json);
+      for (const auto number : {file.data_bytes, static_cast<int64_t>(file.identity.device),
+                                static_cast<int64_t>(file.identity.inode), file.identity.size, file.identity.modified})
+        out.number(number);
+    }
+    out.number(weights ? static_cast<int64_t>(weights->size()) : -1);
+    for (const auto& [tensor, file] : weights.value_or(WeightMap())) {
       out.text(tensor);
       out.text(file);
     }
@@ -228,32 +232,34 @@ std::string pack_raw(const Raw& raw) {
   return out.bytes();
 }
 
-Raw unpack_raw(std::string_view bytes) {
+Found unpack(std::string_view bytes) {
   Receiver in(bytes);
-  Raw raw;
-  raw.location.path = in.text();
-  raw.location.words = in.text();
-  raw.location.names.resize(static_cast<size_t>(in.number()));
-  for (std::string& name : raw.location.names) name = in.text();
-  raw.machine = in.text();
-  for (int64_t left = in.number(); left > 0; --left) {
-    Raw::Text& text = raw.files.emplace_back();
-    text.path = in.text();
-    text.json = in.text();
-    text.data_bytes = in.number();
-    text.identity.device = static_cast<uint64_t>(in.number());
-    text.identity.inode = static_cast<uint64_t>(in.number());
-    text.identity.size = in.number();
-    text.identity.modified = in.number();
-  }
-  if (in.number() != 0) {
-    raw.weights.emplace();
-    while (!in.done()) {
+  Found found;
+  found.location.words = in.text();
+  found.machine = in.text();
+  found.location.names.resize(static_cast<size_t>(in.number()));
+  for (std::string& name : found.location.names) name = in.text();
+  while (!in.done()) {
+    found.location.paths.emplace_back(in.text());
+    Raw& raw = found.raw.emplace_back();
+    for (int64_t left = in.number(); left > 0; --left) {
+      Raw::Text& text = raw.files.emplace_back();
+      text.path = in.text();
+      text.json = in.text();
+      text.data_bytes = in.number();
+      text.identity.device = static_cast<uint64_t>(in.number());
+      text.identity.inode = static_cast<uint64_t>(in.number());
+      text.identity.size = in.number();
+      text.identity.modified = in.number();
+    }
+    int64_t left = in.number();
+    if (left >= 0) raw.weights.emplace();
+    for (; left > 0; --left) {
       std::string tensor = in.text();
       raw.weights->emplace(std::move(tensor), in.text());
     }
   }
-  return raw;
+  return found;
 }
 
 using Checksum = std::pair<std::string, uint32_t>;
@@ -345,19 +351,17 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
 constexpr size_t kFewBytes = 64 << 10;  // of a fact, which goes through one store; what is longer travels by itself
 
 /// (1) Rank 0 reads what is there, for all. `compared`: in that round.
-Raw read_for_all(Group& group, const std::function<Location()>& find, const comm::Comparison& compared,
-                 std::chrono::milliseconds timeout) {
-  Raw raw;
+Found read_for_all(Group& group, const std::function<Location()>& find, const comm::Comparison& compared,
+                   std::chrono::milliseconds timeout) {
+  Found found;
   std::string text;
   const auto look = [&] {
     Sender out;
     if (compared.words) out.text(compared.words());
     if (group.rank() != 0) return out.bytes();
-    const Location location = find();
-    raw = read_raw(location.path, location.names);
-    raw.location = location;
-    raw.machine = base::view_of_files();
-    if (group.size() > 1) text = pack_raw(raw);
+    found = {find(), base::view_of_files(), {}};
+    for (const Path& path : found.location.paths) found.raw.push_back(read_raw(path, found.location.names));
+    if (group.size() > 1) text = pack(found);
     out.number(static_cast<int64_t>(text.size()));
     if (text.size() <= kFewBytes) out.text(text);
     return out.bytes();
@@ -377,14 +381,13 @@ Raw read_for_all(Group& group, const std::function<Location()>& find, const comm
     text.resize(size);
     group.broadcast(std::as_writable_bytes(std::span(text)), 0, base::after(timeout));
   }
-  return group.rank() == 0 ? std::move(raw) : unpack_raw(size > kFewBytes ? text : in.text());
+  return group.rank() == 0 ? std::move(found) : unpack(size > kFewBytes ? text : in.text());
 }
 
 /// Whether what is there is what rank 0 found.
-bool is_found_here(Raw& raw) {
-  const Path& path = raw.location.path;
+bool is_found_here(const Path& path, Raw& raw, bool same_machine) {
   try {
-    return open_same(path, raw, !raw.machine.empty() && raw.machine == base::view_of_files());
+    return open_same(path, raw, same_machine);
   } catch (const Error& error) {
     if (error.code() != Code::kNotFound) throw;
     throw Error(
@@ -396,14 +399,28 @@ bool is_found_here(Raw& raw) {
   }
 }
 
-Catalogs to_catalogs(const Raw& raw) {
-  const size_t size = raw.files.size();
-  if (raw.location.names.empty())
-    return {std::make_shared<const Catalog>(to_catalog(raw, raw.location.path.string(), 0, size))};
+Catalogs to_catalogs(const Found& found) {
   Catalogs catalogs;
-  for (size_t f = 0; f < size; ++f)
-    catalogs.push_back(std::make_shared<const Catalog>(to_catalog(raw, raw.files[f].path, f, f + 1)));
+  const auto add = [&](const Raw& raw, const std::string& path, size_t begin, size_t end) {
+    catalogs.push_back(std::make_shared<const Catalog>(to_catalog(raw, path, begin, end)));
+  };
+  for (size_t i = 0; i < found.raw.size(); ++i) {
+    const Raw& raw = found.raw[i];
+    if (found.location.names.empty()) add(raw, found.location.paths[i].string(), 0, raw.files.size());
+    for (size_t f = 0; f < found.location.names.size(); ++f) add(raw, raw.files[f].path, f, f + 1);
+  }
   return catalogs;
+}
+
+/// The path that this rank does not find as rank 0 found it, with the rank; empty: there is none.
+std::string not_found_here(Found& found, int rank) {
+  const bool same_machine = !found.machine.empty() && found.machine == base::view_of_files();
+  for (size_t i = 0; rank != 0 && i < found.raw.size(); ++i) {
+    const Path& path = found.location.paths[i];
+    if (!is_found_here(path, found.raw[i], same_machine))
+      return fmt::format("{}: rank {} on {}", path.string(), rank, base::host_name());
+  }
+  return {};
 }
 
 }  // namespace
@@ -431,12 +448,11 @@ Finding::Outcome Finding::run(Group& group, std::chrono::milliseconds timeout) c
   constexpr int kAttempts = 50;
   Outcome outcome;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    Raw raw = read_for_all(group, find, attempt == 0 ? compared : comm::Comparison{}, timeout);
+    Found found = read_for_all(group, find, attempt == 0 ? compared : comm::Comparison{}, timeout);
     const auto open_here = [&] {  // (2) every rank opens the same
-      if (group.rank() != 0 && !is_found_here(raw))
-        return fmt::format("-rank {} on {}", group.rank(), base::host_name());
-      outcome.catalogs = to_catalogs(raw);
-      const std::string own = words ? words(raw.location, outcome.catalogs) : std::string();
+      if (const std::string missed = not_found_here(found, group.rank()); !missed.empty()) return "-" + missed;
+      outcome.catalogs = to_catalogs(found);
+      const std::string own = words ? words(found.location, outcome.catalogs) : std::string();
       return own.empty() ? own : "+" + own;
     };
     const auto together = [&](std::vector<std::string> by_rank) {
@@ -447,21 +463,20 @@ Finding::Outcome Finding::run(Group& group, std::chrono::milliseconds timeout) c
       return "+" + sum_up(by_rank);
     };
     outcome.sum = comm::agree_on(group, base::after(timeout), open_here, together);
-    outcome.location = std::move(raw.location);
     if (outcome.sum.starts_with('-')) continue;
     if (!outcome.sum.empty()) outcome.sum.erase(0, 1);
     return outcome;
   }
   const std::string message = fmt::format(
-      "{}: {} does not find what rank 0 found, {} times; is it replaced all the time, or not on storage that all "
-      "machines share?",
-      outcome.location.path.string(), outcome.sum.substr(1), kAttempts);
+      "{} does not find what rank 0 found, {} times; is it replaced all the time, or not on storage that all machines "
+      "share?",
+      outcome.sum.substr(1), kAttempts);
   throw Error(Code::kIo, message, ESTALE);
 }
 
 Catalogs share_catalogs(Group& group, const Path& path, const std::vector<std::string>& names,
                         std::chrono::milliseconds timeout) {
-  return Finding{{}, [&] { return Location{path, names}; }}.run(group, timeout).catalogs;
+  return Finding{{}, [&] { return Location{{path}, names}; }}.run(group, timeout).catalogs;
 }
 
 }  // namespace shardow::file

@@ -66,14 +66,15 @@ class Inside {
 
 using Catalogs = std::vector<std::shared_ptr<const Catalog>>;
 
-/// A path that rank 0 has found.
+/// What rank 0 has found.
 struct Location {
-  base::Path path;                      ///< of a checkpoint, or of a directory
-  std::vector<std::string> names = {};  ///< files of the directory that belong together; none: the checkpoint itself
+  std::vector<base::Path> paths;        ///< of checkpoints, or of one directory
+  std::vector<std::string> names = {};  ///< files of the directory that belong together
   std::string words = {};               ///< what else all ranks know then
 };
 
-/// How ranks find and open the same version of one or several files. What one rank throws is thrown on all.
+/// How ranks find and open the same version of each file, of one checkpoint or of several. What one rank throws is
+/// thrown on all.
 struct Finding {
   comm::Comparison compared = {};  ///< in the first round
   std::function<Location()> find;  ///< on rank 0, after compared.words(); again where a version went meanwhile
@@ -82,8 +83,7 @@ struct Finding {
   comm::SumUp sum_up = comm::of_first;  ///< of all ranks' words
 
   struct Outcome {
-    Location location;
-    Catalogs catalogs;  ///< by name
+    Catalogs catalogs;  ///< by name, or by path
     std::string sum;    ///< what sum_up() made
   };
   Outcome run(Group& group, std::chrono::milliseconds timeout) const;  ///< collective

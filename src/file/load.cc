@@ -35,13 +35,13 @@ bool can_cast(DType from, DType to) {
   return from == to || (is_floating(from) && is_floating(to) && dtype_bits(from) >= 16 && dtype_bits(to) >= 16);
 }
 
-/// Why what is in the file does not go into such a tensor; empty where it does.
-std::string difference(const Entry& entry, const Shape& shape, DType dtype) {
+/// Why what is in a place does not go into such a tensor; empty where it does.
+std::string difference(const Entry& entry, const Shape& shape, DType dtype, const char* place) {
   if (entry.shape != shape)
-    return fmt::format("'{}' has shape [{}] in the file and [{}] here", entry.name, fmt::join(entry.shape, ", "),
+    return fmt::format("'{}' has shape [{}] in {} and [{}] here", entry.name, fmt::join(entry.shape, ", "), place,
                        fmt::join(shape, ", "));
   if (!can_cast(entry.dtype, dtype))
-    return fmt::format("'{}' is {} in the file and {} here", entry.name, dtype_name(entry.dtype), dtype_name(dtype));
+    return fmt::format("'{}' is {} in {} and {} here", entry.name, dtype_name(entry.dtype), place, dtype_name(dtype));
   return {};
 }
 
@@ -77,9 +77,8 @@ struct Filling {
   const std::shared_ptr<const Catalog> catalog;
   Chosen chosen;
   const Holding holding{chosen.views};
-  std::vector<Shared> wanted = {};           ///< by all ranks, ascending by name
-  std::vector<const Stored*> stored = {};    ///< of each, or null
-  std::vector<std::string> unexpected = {};  ///< names of what nobody wants
+  std::vector<Shared> wanted = {};         ///< by all ranks, ascending by name
+  std::vector<const Stored*> stored = {};  ///< of each, or null
   std::optional<Sums> sums = {};
   std::vector<Reader::Job> jobs = {};
   std::optional<Reader> reader = {};  ///< while there is something to read
@@ -87,48 +86,9 @@ struct Filling {
   std::string sum_words = {};  ///< of what was read, for sums
 
   Filling(std::shared_ptr<const Catalog> where, Chosen what) : catalog(std::move(where)), chosen(std::move(what)) {}
-  void look_up();
-  LoadReport compare() const;
   int64_t bytes_in_all() const;
   comm::Part part(int rank, bool verify);
 };
-
-/// Both have their tensors in the order of names.
-void Filling::look_up() {
-  stored.assign(wanted.size(), nullptr);
-  size_t at = 0;
-  for (const Stored& next : catalog->tensors) {
-    int order = -1;  // of the wanted one beside this one
-    while (at < wanted.size() && (order = wanted[at].name.compare(next.entry.name)) < 0) ++at;
-    if (at < wanted.size() && order == 0) {
-      stored[at] = &next;
-    } else {
-      unexpected.push_back(next.entry.name);
-    }
-  }
-}
-
-/// Everything that does not fit, in one message, before anything is read. The same on every rank.
-LoadReport Filling::compare() const {
-  LoadReport report;
-  std::vector<std::string> unfit;
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const Shared& tensor = wanted[i];
-    if (stored[i] == nullptr) {
-      report.missing.push_back(tensor.name);
-    } else if (std::string why = difference(stored[i]->entry, tensor.shape, tensor.dtype); !why.empty()) {
-      unfit.push_back(std::move(why));
-    }
-  }
-  report.unexpected = unexpected;
-  if (chosen.strict && !report.missing.empty()) unfit.push_back("missing in the file: " + listed(report.missing));
-  if (chosen.strict && !report.unexpected.empty())
-    unfit.push_back("unexpected in the file: " + listed(report.unexpected));
-  if (!unfit.empty())
-    fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", catalog->path, fmt::join(unfit, "; "));
-  report.metadata = catalog->metadata();
-  return report;
-}
 
 /// Bytes that all ranks together will read, as they are in the file.
 int64_t Filling::bytes_in_all() const {
@@ -205,8 +165,10 @@ std::vector<LoadReport> load_agreed(Group& group, Fillings& fillings, const std:
   for (Filling& one : fillings) {
     one.chosen.strict = in.number() != 0;
     one.wanted = shared_from(group, one.holding, in.text(), options.timeout);
-    one.look_up();
-    reports.push_back(one.compare());
+    Match found = match(one.wanted, one.catalog->tensors, one.chosen.strict, one.catalog->path, "the file");
+    one.stored = std::move(found.stored);
+    found.report.metadata = one.catalog->metadata();
+    reports.push_back(std::move(found.report));
     total += one.bytes_in_all();
   }
   if ((asked & kCheckOnly) != 0) return reports;
@@ -233,6 +195,36 @@ std::vector<LoadReport> load_agreed(Group& group, Fillings& fillings, const std:
 using KeptOpen = std::pair<std::shared_ptr<base::TimedCalls>, std::shared_ptr<const Catalog>>;
 
 }  // namespace
+
+Match match(const std::vector<Shared>& wanted, const StoredTensors& there, bool strict, const std::string& what,
+            const char* place) {
+  Match found{std::vector<const Stored*>(wanted.size(), nullptr)};
+  std::vector<std::string>&missing = found.report.missing, &unexpected = found.report.unexpected;
+  size_t at = 0;
+  for (const Stored& next : there) {
+    int order = -1;  // of the wanted one beside this one
+    while (at < wanted.size() && (order = wanted[at].name.compare(next.entry.name)) < 0) ++at;
+    if (at < wanted.size() && order == 0) {
+      found.stored[at] = &next;
+    } else {
+      unexpected.push_back(next.entry.name);
+    }
+  }
+  std::vector<std::string> unfit;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const Shared& tensor = wanted[i];
+    if (found.stored[i] == nullptr) {
+      missing.push_back(tensor.name);
+    } else if (std::string why = difference(found.stored[i]->entry, tensor.shape, tensor.dtype, place); !why.empty()) {
+      unfit.push_back(std::move(why));
+    }
+  }
+  if (strict && !missing.empty()) unfit.push_back(fmt::format("missing in {}: {}", place, listed(missing)));
+  if (strict && !unexpected.empty()) unfit.push_back(fmt::format("unexpected in {}: {}", place, listed(unexpected)));
+  if (!unfit.empty())
+    fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", what, fmt::join(unfit, "; "));
+  return found;
+}
 
 LoadCall load_of(std::span<const TensorView> views, bool strict) {
   LoadCall call;
@@ -277,7 +269,7 @@ std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) 
 
 void read_one(const Catalog& catalog, const TensorView& view) {
   const Stored& stored = catalog.find(view.name);
-  if (const std::string why = difference(stored.entry, view.region.shape(), view.dtype); !why.empty())
+  if (const std::string why = difference(stored.entry, view.region.shape(), view.dtype, "the file"); !why.empty())
     fail(Code::kInvalidArgument, "{}: {}", catalog.path, why);
   const bool summed = stored.crc && view.region == Region::whole(view.region.shape());
   Reader reader(catalog, {{&view, &stored, summed}});
@@ -294,7 +286,7 @@ LoadReport load(Group& group, std::span<const TensorView> views, const std::file
                 const LoadOptions& options) {
   group.begin("load()", options.timeout);
   file::LoadCall call = file::load_of(views, options.strict);
-  call.find = [&] { return file::Location{path}; };
+  call.find = [&] { return file::Location{{path}}; };
   return std::move(call.run(group, options).front());
 }
 

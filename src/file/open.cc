@@ -8,11 +8,8 @@
 #include "shardow/checkpoint.h"
 
 namespace shardow {
-namespace {
 
 using std::chrono::milliseconds;
-
-}  // namespace
 
 Checkpoint Checkpoint::open(const std::filesystem::path& path) {
   return open(*solo(), path, milliseconds(0));  // nobody is waited for

@@ -1,11 +1,11 @@
 // What is saved and never in memory as a whole: tensors whose views have no memory (`data` is null).
 #pragma once
 
-#include <filesystem>
 #include <functional>
-#include <span>
+#include <vector>
 
-#include "shardow/checkpoint.h"
+#include "comm/counts.h"
+#include "shardow/tensor_view.h"
 
 namespace shardow::file {
 
@@ -14,14 +14,10 @@ struct Producer {
   /// Fills `wanted`, a window of such a view's region, in its dtype and in host memory. Called by several threads at
   /// once.
   std::function<void(const TensorView& wanted)> read = {};
-  /// Collective: when every element was asked for once, before anything is published. What it throws on one rank ends
-  /// the save on all.
+  std::vector<comm::Counts> counts = {};  ///< of what was read when every element was asked for once
+  /// On rank 0, which has all ranks' counts then, before anything is published. What it throws ends the save.
   std::function<void()> check = {};
   int threads = 4;  ///< that call read(): what network and solid-state disks ask for
-
-  /// As save() of a file without a name, but for Group::begin().
-  SaveReport save(Group& group, std::span<const TensorView> tensors, const std::filesystem::path& path,
-                  const SaveOptions& options) const;
 };
 
 }  // namespace shardow::file

@@ -11,6 +11,7 @@
 #include "base/paths.h"
 #include "base/turns.h"
 #include "comm/agree.h"
+#include "comm/counts.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
 #include "file/call.h"
@@ -100,18 +101,6 @@ std::string list_text(const Target& target, const Layout& layout, const std::str
   return with_listing(given.empty() ? "{}" : given, listing);
 }
 
-/// Combines the checksums of all ranks on rank 0, along a tree of those that send each other blocks: rank r hears from
-/// 2 r + 1 and 2 r + 2. No round: a rank throws where what it waits for does not come, and then those above it do.
-void join_checksums(Group& group, std::span<uint64_t> sums, Deadline deadline) {
-  std::vector<uint64_t> received(sums.size());
-  for (const int below : {2 * group.rank() + 1, 2 * group.rank() + 2}) {
-    if (below >= group.size()) continue;
-    group.recv(std::as_writable_bytes(std::span(received)), below, deadline);
-    for (size_t i = 0; i < sums.size(); ++i) sums[i] ^= received[i];
-  }
-  if (group.rank() > 0) group.send(std::as_bytes(sums), (group.rank() - 1) / 2, deadline);
-}
-
 }  // namespace
 }  // namespace file
 
@@ -140,6 +129,8 @@ struct StagedSave::Plan {
   }  ///< with another save; the ranks wait meanwhile
   void open();
   std::deque<file::Output> outputs() const;
+  std::vector<comm::Counts> counts(file::Output& output) const;
+  void check() const;
   void write_anywhere();
   void write_in_sequence();
   void commit(const std::function<void()>& join, const std::function<void()>& before);
@@ -175,14 +166,25 @@ std::deque<Output> StagedSave::Plan::outputs() const {
   return outputs;
 }
 
+/// What this rank has counted while it wrote.
+std::vector<comm::Counts> StagedSave::Plan::counts(Output& output) const {
+  std::vector<comm::Counts> counts;
+  if (options.checksums) counts.push_back({output.crcs(), Group::Op::kXor});
+  if (producer != nullptr) counts.insert(counts.end(), producer->counts.begin(), producer->counts.end());
+  return counts;
+}
+
+void StagedSave::Plan::check() const {
+  if (producer != nullptr && producer->check) producer->check();
+}
+
 /// (3), (4), (5)
 void StagedSave::Plan::write_anywhere() {
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
   comm::Parts parts(group, options.timeout, layout->total(), options.progress);
-  const bool moves_blocks = group.moves_blocks();
   const std::vector<bool> shared =
-      moves_blocks ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
+      group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
   StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false),
                        false);
   std::vector<Mine> alone;
@@ -200,17 +202,16 @@ void StagedSave::Plan::write_anywhere() {
     }
     return part;
   });
-  if (producer != nullptr && producer->check) producer->check();
-  if (options.checksums && !moves_blocks) group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
   written = output.written();
-  const auto join = [&] {
-    if (options.checksums && moves_blocks && !output.crcs().empty()) join_checksums(group, output.crcs(), patience());
-  };
-  commit(join, [&] {
-    parts.tell();
-    if (options.checksums) layout->set_checksums(output.crcs());
-    for (const FilePlan& file : layout->files()) write_header(target->file(file.name), file);
-  });
+  const std::vector<comm::Counts> counted = counts(output);
+  comm::join_by_rounds(group, counted, deadline());
+  commit([&] { comm::join_by_blocks(group, counted, patience()); },
+         [&] {
+           check();
+           parts.tell();
+           if (options.checksums) layout->set_checksums(output.crcs());
+           for (const FilePlan& file : layout->files()) write_header(target->file(file.name), file);
+         });
 }
 
 /// Headers come first here, so that checksums are counted before anything is written.
@@ -224,12 +225,18 @@ void StagedSave::Plan::write_in_sequence() {
   }
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
+  const auto join_and_check = [&] {
+    agree(group, deadline(), [&] {
+      comm::join_by_blocks(group, counts(output), patience());
+      if (group.rank() == 0) check();
+    });
+  };
   if (options.checksums) {
     Direct count(mine, *layout, outputs, true);
     comm::Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
     for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
-    if (producer != nullptr && producer->check) producer->check();
-    group.all_reduce(output.crcs(), Group::Op::kXor, deadline());
+    join_and_check();
+    group.broadcast(std::as_writable_bytes(std::span(output.crcs())), 0, deadline());
     layout->set_checksums(output.crcs());
   }
   const std::vector<bool> all(layout->tensors().size(), true);
@@ -241,7 +248,7 @@ void StagedSave::Plan::write_in_sequence() {
     if (part.last) output.finish();
     return part;
   });
-  if (producer != nullptr && producer->check) producer->check();
+  if (!options.checksums) join_and_check();
   written = output.written();
   commit([] {}, [&] { parts.tell(); });
 }
@@ -386,12 +393,6 @@ SaveReport StagedSave::write() {
 
 std::unique_ptr<StagedSave> SaveCall::begin(Group& group, std::chrono::milliseconds timeout) const {
   return std::unique_ptr<StagedSave>(new StagedSave(group, *this, timeout));
-}
-
-SaveReport Producer::save(Group& group, std::span<const TensorView> tensors, const std::filesystem::path& path,
-                          const SaveOptions& options) const {
-  const auto request = [&] { return Request{{{"", {tensors.begin(), tensors.end()}}}, path, options}; };
-  return SaveCall{request, this}.begin(group, options.timeout)->write();
 }
 
 SaveReport save(Group& group, std::span<const SaveFile> files, const std::filesystem::path& path,

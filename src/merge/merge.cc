@@ -19,11 +19,13 @@
 #include "base/mutex.h"
 #include "base/turns.h"
 #include "comm/agree.h"
+#include "comm/counts.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
 #include "file/call.h"
 #include "file/device.h"
 #include "file/lanes.h"
+#include "file/load.h"
 #include "file/model_texts.h"
 #include "file/ownership.h"
 #include "file/producer.h"
@@ -57,16 +59,9 @@ std::string facts(const Plan& plan, const std::vector<std::string>& others) {
   return out.bytes();
 }
 
-/// The plan that all ranks have, or an error on all. `check`: what besides may fail on one of them.
-Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype,
-                 const std::vector<std::string>& others, Deadline deadline,
-                 const std::function<void(const Plan&)>& check) {
-  std::optional<Plan> plan;
-  const auto make = [&] {
-    plan.emplace(std::move(inputs), dtype);
-    check(*plan);
-    return group.size() == 1 ? std::string() : std::to_string(comm::digest(facts(*plan, others)));
-  };
+/// That all ranks have the same plan and `others`; `plan` is made before.
+comm::Comparison same_plan(const std::optional<Plan>& plan, std::vector<std::string> others) {
+  const auto words = [&plan, others = std::move(others)] { return std::to_string(comm::digest(facts(*plan, others))); };
   const auto compare = [](const std::vector<std::string>& all) {
     const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& one) { return one != all[0]; });
     if (other != all.end())
@@ -74,40 +69,28 @@ Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DTy
                  other - all.begin());
     return std::string();
   };
-  comm::agree_on(group, deadline, make, compare);
+  return {words, compare};
+}
+
+/// The plan that all ranks have, or an error on all, also of what check() throws. One round.
+Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype, Deadline deadline,
+                 const std::function<void()>& check) {
+  std::optional<Plan> plan;
+  const comm::Comparison same = same_plan(plan, {});
+  const auto make = [&] {
+    plan.emplace(std::move(inputs), dtype);
+    check();
+    return same.words();
+  };
+  comm::agree_on(group, deadline, make, same.sum_up);
   return *std::move(plan);
 }
 
-/// What does not fit between the tensors here and those of the merge, in one message; the same on every rank.
-LoadReport compare(const Plan& plan, const std::vector<file::Shared>& wanted, bool strict) {
-  LoadReport report;
-  std::vector<std::string> unfit;
-  for (const file::Shared& one : wanted) {
-    const auto t = plan.find(one.name);
-    if (!t) {
-      report.missing.push_back(one.name);
-      continue;
-    }
-    const Tensor& tensor = plan.tensors()[*t];
-    const bool cast = is_floating(tensor.dtype) && is_floating(one.dtype) && dtype_bits(one.dtype) >= 16;
-    if (tensor.shape != one.shape) {
-      unfit.push_back(fmt::format("'{}' has shape [{}] in the inputs and [{}] here", one.name,
-                                  fmt::join(tensor.shape, ", "), fmt::join(one.shape, ", ")));
-    } else if (tensor.dtype != one.dtype && !cast) {
-      unfit.push_back(fmt::format("'{}' is {} in the inputs and {} here", one.name, dtype_name(tensor.dtype),
-                                  dtype_name(one.dtype)));
-    }
-  }
-  file::Finder finder(wanted);
-  for (const Tensor& tensor : plan.tensors()) {
-    if (!finder.find(tensor.name)) report.unexpected.push_back(tensor.name);
-  }
-  if (strict && !report.missing.empty()) unfit.push_back("missing in the inputs: " + file::listed(report.missing));
-  if (strict && !report.unexpected.empty())
-    unfit.push_back("unexpected in the inputs: " + file::listed(report.unexpected));
-  if (!unfit.empty())
-    base::fail(Code::kInvalidArgument, "the merge does not fit, nothing was loaded: {}", fmt::join(unfit, "; "));
-  return report;
+/// The merge's tensors, as a file would have them.
+file::StoredTensors as_stored(const Plan& plan) {
+  std::vector<file::Stored> all;
+  for (const Tensor& tensor : plan.tensors()) all.push_back({0, {tensor.name, tensor.dtype, tensor.shape, 0, 0}, {}});
+  return file::StoredTensors(std::move(all));
 }
 
 constexpr int64_t kBlock = int64_t{64} << 10;  // elements: their sums, and what is read for them, stay in the cache
@@ -180,21 +163,14 @@ class Sums {
     give_back(std::move(scratch));
   }
 
-  /// Collective. Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together
-  /// have read once; of the others `read_once` says no. Throws kInvalidArgument where numbers have become infinite in
-  /// the dtype that was wanted. `then` ends the message. The first time only: later reads are not counted.
-  void check(Group& group, std::chrono::milliseconds timeout, const std::vector<bool>& read_once,
-             std::string_view then = {}) {
-    if (checked_.exchange(true)) return;
-    constexpr size_t kTogether = size_t{64} << 10;  // numbers in a round
-    const auto join = [&](std::vector<uint64_t>& numbers, Group::Op op) {
-      for (size_t i = 0; i < numbers.size(); i += kTogether) {
-        const auto some = std::span(numbers).subspan(i, std::min(kTogether, numbers.size() - i));
-        group.all_reduce(some, op, base::after(timeout));
-      }
-    };
-    if (verify_) join(crcs_, Group::Op::kXor);
-    join(too_large_, Group::Op::kSum);
+  /// Of what this rank has read; check() wants those of all ranks.
+  std::vector<comm::Counts> counts() { return {{crcs_, Group::Op::kXor}, {too_large_, Group::Op::kSum}}; }
+
+  /// Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together have read
+  /// once; of the others `read_once` says no. Throws kInvalidArgument where numbers have become infinite in the dtype
+  /// that was wanted. `then` ends the message. What is read later is not counted.
+  void check(const std::vector<bool>& read_once, std::string_view then = {}) {
+    checked_ = true;
     if (verify_) check_bytes(read_once, then);
     check_sizes(then);
   }
@@ -385,32 +361,34 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
                   const MergeOptions& options) {
   const auto begin = Clock::now();
   group.begin("merge()", options.timeout);
-  SaveOptions saving;
-  const Plan plan = agreed_plan(group, std::move(inputs), options.dtype, {options.formula, path.string()},
-                                base::after(options.timeout), [&](const Plan& made) {
-                                  const auto* const newest =
-                                      std::get_if<Checkpoint>(&made.inputs()[made.newest()].tensors);
-                                  if (!options.check_only && group.rank() == 0 && newest != nullptr)
-                                    saving.texts = file::model_texts(*newest, path);
-                                });
-  MergeReport report = plan.report();
-  if (options.check_only) return report;
-  Sums sums(plan, options.verify);
-  std::vector<TensorView> out;
-  for (const Tensor& tensor : plan.tensors())
-    out.push_back({tensor.name, tensor.dtype, Region::whole(tensor.shape), nullptr});
-  saving.max_shard_size = options.max_shard_size;
-  saving.metadata = options.metadata;
-  saving.metadata[kMergeKey] = plan.provenance(options.formula);
-  saving.timeout = options.timeout;
-  saving.progress = options.progress;
+  if (options.check_only)
+    return agreed_plan(group, std::move(inputs), options.dtype, base::after(options.timeout), [] {}).report();
+  std::optional<Plan> plan;
+  std::optional<Sums> sums;
   file::Producer producer;
-  producer.read = [&](const TensorView& wanted) { sums.read(wanted, true); };
-  producer.check = [&] { sums.check(group, options.timeout, std::vector<bool>(plan.tensors().size(), true)); };
-  producer.threads = plan.threads(options.threads);
-  const SaveReport saved = producer.save(group, out, path, saving);
+  producer.read = [&](const TensorView& wanted) { sums->read(wanted, true); };
+  producer.check = [&] { sums->check(std::vector<bool>(plan->tensors().size(), true)); };
+  const auto request = [&] {
+    plan.emplace(std::move(inputs), options.dtype);
+    producer.threads = plan->threads(options.threads);
+    producer.counts = sums.emplace(*plan, options.verify).counts();
+    std::vector<TensorView> out;
+    for (const Tensor& tensor : plan->tensors())
+      out.push_back({tensor.name, tensor.dtype, Region::whole(tensor.shape), nullptr});
+    SaveOptions saving;
+    const auto* const newest = std::get_if<Checkpoint>(&plan->inputs()[plan->newest()].tensors);
+    if (group.rank() == 0 && newest != nullptr) saving.texts = file::model_texts(*newest, path);
+    saving.max_shard_size = options.max_shard_size;
+    saving.metadata = options.metadata;
+    saving.metadata[kMergeKey] = plan->provenance(options.formula);
+    saving.progress = options.progress;
+    return file::Request{{{"", std::move(out)}}, path, saving};
+  };
+  const file::SaveCall call{request, &producer, same_plan(plan, {options.formula, options.verify ? "verify" : ""})};
+  const SaveReport saved = call.begin(group, options.timeout)->write();
+  MergeReport report = plan->report();
   report.files = saved.files;
-  report.bytes_read = sums.bytes_read();
+  report.bytes_read = sums->bytes_read();
   report.bytes_written = saved.bytes_written;
   report.seconds = base::seconds_since(begin);
   return report;
@@ -421,15 +399,15 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   const auto begin = Clock::now();
   group.begin("load()", options.timeout);
   // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
-  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, {}, base::after(options.timeout),
-                                [&](const Plan&) { file::check_memory(tensors); });
+  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, base::after(options.timeout),
+                                [&] { file::check_memory(tensors); });
   const auto shared = file::share(group, tensors, options.timeout);
   const std::vector<file::Shared>& wanted = *shared;
   std::array<uint64_t, 3> asked = {options.strict, options.verify,
                                    options.check_only};  // what one rank asks for, all do
   group.all_reduce(asked, Group::Op::kMax, base::after(options.timeout));
   const auto [strict, verify, check_only] = asked;
-  LoadReport report = compare(plan, wanted, strict != 0);
+  LoadReport report = file::match(wanted, as_stored(plan), strict != 0, "the merge", "the inputs").report;
   report.metadata[kMergeKey] = plan.provenance("");
   if (check_only != 0) return report;
   std::vector<bool> read_once(plan.tensors().size(), false);
@@ -455,8 +433,12 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
   comm::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });
-  agree(group, base::after(options.timeout), [&] { parts.tell(); });
-  sums.check(group, options.timeout, read_once, "; what was loaded into holds such sums, and has lost its own values");
+  comm::join_by_rounds(group, sums.counts(), base::after(options.timeout));
+  agree(group, base::after(options.timeout), [&] {
+    comm::join_by_blocks(group, sums.counts(), base::after(options.timeout - options.timeout / 4));
+    if (group.rank() == 0) sums.check(read_once, "; what was loaded into holds such sums, and has lost its own values");
+    parts.tell();
+  });
   report.bytes_read = sums.bytes_read();
   report.seconds = base::seconds_since(begin);
   return report;

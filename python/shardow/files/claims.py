@@ -72,7 +72,7 @@ class Claim:
         for name in self._names if self._job else ():
             path = os.path.join(self._path, name) if name else self._path
             try:
-                opened = _core.Checkpoint.open(_core.solo(), path, self._team.timeout)
+                opened = _core.Checkpoint.open(path)
                 claim = json.loads(opened.metadata[KEY])
                 is_other = claim["job"] != self._job
                 may = is_other or claim["digest"] == self._digest or set(claim["ranks"]) <= set(self._ranks)

@@ -60,24 +60,16 @@ def in_dtypes(
     return [Part(one.name, one.flat.to(targets.get(one.name, one.flat.dtype)), one.region) for one in parts], None
 
 
-def opened(path: StrPath, team: Team) -> _core.Checkpoint:
-    """Of what the path is now: it stays that version for all who read from it. Collective."""
-    settle(team.process_group)
-    where = paths.to_read(path)
-    with several_said(where), naming(f"opening {where}"):
-        return _core.Checkpoint.open(team.group, where, team.timeout)
-
-
 @contextlib.contextmanager
-def several_said(path: StrPath) -> Iterator[None]:
+def several_said(*checkpoints: StrPath) -> Iterator[None]:
     """A path that is no checkpoint, but a directory of several: the error says so."""
     try:
         yield
     except errors.InvalidArgumentError:
-        where = paths.to_read(path)
-        if several := _core.ema_files_in(where):
-            one_of_them = f"give the file of one of them: {', '.join(several.values())}"
-            raise invalid(f"{where} is a saved EMA of decays {', '.join(several)}; {one_of_them}") from None
+        for where in map(paths.to_read, checkpoints):
+            if several := _core.ema_files_in(where):
+                one_of_them = f"give the file of one of them: {', '.join(several.values())}"
+                raise invalid(f"{where} is a saved EMA of decays {', '.join(several)}; {one_of_them}") from None
         raise
 
 
@@ -149,7 +141,7 @@ class _Opening:
         self.target = paths.to_write(self._path)
         self._memory = [_for_engine(file.parts) for file in files]
         engine_files = [
-            _core.SaveFile(file.name, _views(parts), _texts(file.metadata))
+            _core.SaveFile(file.name, _views(parts), checked_texts(file.metadata))
             for file, parts in zip(files, self._memory, strict=True)
         ]
         progress = shown(self._progress, f"save {Path(self.target).name}", self._team.rank)
@@ -192,7 +184,7 @@ def texts(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
     return {} if metadata is None else instance("metadata", metadata, Mapping)
 
 
-def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
+def checked_texts(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             wrong = key if not isinstance(key, str) else text
@@ -277,15 +269,11 @@ class _InMemory:
         self._load.end()
 
 
-def write_merged(
-    inputs: list[_core.MergeInput], path: StrPath, team: Team, metadata: Mapping[str, str], **options: Any
-) -> dict[str, Any]:
+def write_merged(inputs: list[_core.MergeInput], team: Team, target: str, **options: Any) -> dict[str, Any]:
     """The engine's merge into files. Collective."""
-    settle(team.process_group)
-    target, texts = team.agree("merge()", lambda: (paths.to_write(path), _texts(metadata)))
     told = {**options, "progress": shown(options.get("progress"), f"merge {Path(target).name}", team.rank)}
     with naming(f"merge() to {target}"):
-        return _core.merge(team.group, inputs, target, metadata=texts, timeout=team.timeout, **told)
+        return _core.merge(team.group, inputs, target, timeout=team.timeout, **told)
 
 
 def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:

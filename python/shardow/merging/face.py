@@ -112,12 +112,12 @@ def merge(
     team = Team(everybody if group is None else group, seconds(timeout))
     if kept := {_core.MERGE_KEY} & set(engine.texts(metadata)):
         raise invalid(f"metadata: {kept.pop()} is where a merge says what it was made of")
-    options: dict[str, Any] = {}
-    opened, coefficients = what.open(
-        "merge()", team, lambda: options.update(engine.dtype_and_limit(dtype, max_shard_size))
-    )
-    report = engine.write_merged(
-        opened.inputs, out, team, formula=coefficients.formula, metadata=metadata or {}, verify=bool(verify),
-        progress=progress, **options,
-    )  # fmt: skip
+    options: dict[str, Any] = {"verify": bool(verify)}
+
+    def check() -> None:
+        options.update(engine.dtype_and_limit(dtype, max_shard_size), metadata=engine.checked_texts(metadata or {}))
+        options["target"] = paths.to_write(out)
+
+    opened, coefficients = what.open("merge()", team, check)
+    report = engine.write_merged(opened.inputs, team, formula=coefficients.formula, progress=progress, **options)
     return {**report, "formula": coefficients.formula, "index_error": coefficients.index_error}

@@ -5,15 +5,16 @@ are open.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardow import _core
 from shardow.files import engine
+from shardow.files.background import settle
 from shardow.merging import foreign
 from shardow.ranks.gather import Part
-from shardow.ranks.team import Team
+from shardow.ranks.team import SameFacts, Team, naming
 
 Choose = Callable[["Newest"], tuple[Sequence[Part], bool]]
 
@@ -37,45 +38,74 @@ class Merged:
 
     def __init__(self, inputs: list[str], rule: dict[str, Any], steps: list[int] | None, key: str | None) -> None:
         """``rule``: what the engine's weigh() takes; see merged()."""
-        self.inputs, self._rule, self._steps, self._key = inputs, rule, steps, key
+        self.inputs, self.rule, self.steps, self.key = inputs, rule, steps, key
 
     def __repr__(self) -> str:
         return f"Merged({self.inputs})"
 
     def open(
-        self, what: str, team: Team, check: Callable[[], object] = lambda: None
-    ) -> tuple[Newest, _core.Coefficients]:
-        """``check()``: of what else a call was given; may raise. Collective."""
-        ways = [False] * len(self.inputs)
-
-        def asked() -> dict[str, Any]:
-            check()
-            ways[:] = map(foreign.is_foreign, map(Path, self.inputs))
-            facts = {"inputs": self.inputs, "rule": repr([self._rule, self._steps, self._key])}
-            return {**facts, "which of them torch wrote": ways}
-
-        team.same(what, asked)
-        found = [self._open(what, path, team, is_foreign) for path, is_foreign in zip(self.inputs, ways, strict=True)]
-        steps: Sequence[int | None] = self._steps or [
-            _core.step_of(path, one.metadata) for path, (_, one) in zip(self.inputs, found, strict=True)
-        ]
-        inputs = [
-            _core.MergeInput(path, source, 0.0, step)
-            for path, (source, _), step in zip(self.inputs, found, steps, strict=True)
-        ]
-        ordered, coefficients, newest = team.agree(what, lambda: _core.weigh(inputs, **self._rule))
-        return replace(found[self.inputs.index(newest)][1], inputs=ordered), coefficients
-
-    def _open(self, what: str, path: str, team: Team, is_foreign: bool) -> tuple[Any, Newest]:
-        if is_foreign:
-            source = team.agree(what, lambda: foreign.parts_of(Path(path), self._key))
-            return source, Newest(source.tensors, {})
-        opened = engine.opened(path, team)
-        return opened, Newest(opened.tensors, opened.metadata)
+        self, what: str, team: Team, check: Callable[[], object] = lambda: None,
+        then: Callable[[Newest], object] = lambda _: None,
+    ) -> tuple[Newest, _core.Coefficients]:  # fmt: skip
+        """``check()`` of what else a call was given comes first, ``then()`` when all is open, again where files were
+        replaced meanwhile; both may raise on one rank for all. Collective."""
+        opening = _Opening(self, what, check, then)
+        settle(team.process_group)
+        with engine.several_said(*self.inputs), naming(what):
+            team.verb(what, lambda: _core.open_checkpoints(team.group, opening, team.timeout))
+        return opening.newest, opening.coefficients
 
     def read(self, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
         """As a load of one file, of what the merge would hold. Collective."""
-        newest, _ = self.open("load()", team)
-        parts, strict = team.agree("load()", lambda: choose(newest))
+        chosen: list[tuple[Sequence[Part], bool]] = []
+
+        def then(newest: Newest) -> None:
+            chosen[:] = [choose(newest)]
+
+        newest, _ = self.open("load()", team, then=then)
+        parts, strict = chosen[0]
         report = engine.read_merged(parts, newest.inputs, team, strict=strict, **options)
         return {**report, "metadata": {**newest.metadata, **report["metadata"]}}
+
+
+class _Opening:
+    """What a rank does while all open a merge's inputs: the methods are called by the engine."""
+
+    newest: Newest
+    coefficients: _core.Coefficients
+
+    def __init__(
+        self, merged: Merged, what: str, check: Callable[[], object], then: Callable[[Newest], object]
+    ) -> None:
+        self._merged, self._check, self._then = merged, check, then
+        self._same = SameFacts(what, {})
+        self.sum_up = self._same.sum_up
+
+    def words(self) -> bytes:
+        self._check()
+        one = self._merged
+        self._by_torch = [foreign.is_foreign(Path(path)) for path in one.inputs]
+        facts = {"inputs": one.inputs, "rule": repr([one.rule, one.steps, one.key])}
+        self._same.facts = {**facts, "which of them torch wrote": self._by_torch}
+        return self._same.words()
+
+    def find(self) -> list[str]:
+        """Returns the paths that the engine opens."""
+        return [path for path, by_torch in zip(self._merged.inputs, self._by_torch, strict=True) if not by_torch]
+
+    def opened(self, files: list[_core.Checkpoint]) -> None:
+        one, own = self._merged, iter(files)
+        sources = [
+            foreign.parts_of(Path(path), one.key) if by_torch else next(own)
+            for path, by_torch in zip(one.inputs, self._by_torch, strict=True)
+        ]
+        texts = [source.metadata if isinstance(source, _core.Checkpoint) else {} for source in sources]
+        steps = one.steps or [_core.step_of(path, text) for path, text in zip(one.inputs, texts, strict=True)]
+        inputs = [
+            _core.MergeInput(path, source, 0.0, step)
+            for path, source, step in zip(one.inputs, sources, steps, strict=True)
+        ]
+        ordered, self.coefficients, newest = _core.weigh(inputs, **one.rule)
+        last = one.inputs.index(newest)
+        self.newest = Newest(sources[last].tensors, texts[last], ordered)
+        self._then(self.newest)

@@ -1,5 +1,5 @@
 """The Group of a torch process group: facts go through its store, in the engine's rounds (src/comm/rounds.h), whose
-waits time out without harming the process group; blocks, and numbers by the thousand, through the group itself.
+waits time out without harming the process group; blocks go through the group itself.
 
 Rounds are counted for the life of a process group, not of whoever uses it: a rank that missed a call meets the verdict
 of that call next, and is then in step again.
@@ -10,16 +10,13 @@ connection nobody else does; what the engine has left ends with the one question
 
 from __future__ import annotations
 
-import functools
-import operator
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -35,7 +32,6 @@ MISSING = "did not take part"
 _PATIENT = timedelta(days=20)  # for the store itself: the engine waits by its own clock
 _LAST_WORDS = 0.5  # seconds to tell others that something is wrong
 _FIRST_TAG = 64  # smaller ones are channels
-_MANY = 512  # words that go along a tree of ranks
 _NO_BLOCK = "a block between ranks"
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
 
@@ -86,83 +82,17 @@ class StoreGroup(_core.StoreGroup):
         except (errors.DeadlineError, errors.PeerFailedError):
             return None
 
-    def all_reduce(self, values: memoryview, op: str, seconds: float) -> None:
-        """Combines 64-bit words in place: op is "sum", "max" or "xor". Not a collective call of torch's, even of many
-        words: in the background training's own would be taken for it, since torch pairs them in the order of the calls.
-        Many words go along a tree of ranks, through the process group where it moves blocks; else one rank reads those
-        of all."""
-        if not len(values):
-            self.all_gather(b"", seconds)
-            return
-        combine: Any = {"sum": operator.add, "max": np.maximum, "xor": operator.xor}[op]
-        mine = np.frombuffer(values, dtype=np.uint64)
-        if len(mine) >= _MANY and self.moves_blocks:
-            mine[:] = self._along_a_tree(mine, op, combine, seconds)
-        else:
-
-            def total(words: list[bytes]) -> tuple[bytes, Sequence[bytes]]:
-                return functools.reduce(combine, (np.frombuffer(one, dtype=np.uint64) for one in words)).tobytes(), ()
-
-            mine[:] = np.frombuffer(self.decide(bytes(values), total, seconds)[0], dtype=np.uint64)
-
-    def _along_a_tree(self, mine: np.ndarray[Any, Any], op: str, combine: Any, seconds: float) -> np.ndarray[Any, Any]:
-        """Begins with a round, in which a rank that is late does no harm to the process group, and ends with one: who
-        got no block, or could not send one, ends it for all."""
-        until = time.monotonic() + seconds
-
-        def left() -> float:
-            return max(until - time.monotonic(), _LAST_WORDS)
-
-        what = b"%s of %d words" % (op.encode(), len(mine))
-        if any(theirs != what for theirs in self.all_gather(what, seconds)):
-            raise invalid(f"all_reduce({op}, {len(mine)} words), and other ranks have others")
-        total, wrong = mine, b""
-        try:
-            total = self._reduced(mine, combine, left)
-        except errors.Error as error:
-            wrong = f"{error.code} {error}".encode(errors="backslashreplace")
-        except BaseException:
-            self.refuse(f"all_reduce({op})")
-            raise
-        self.decide(wrong, _refuse, left() + 2 * _LAST_WORDS)  # who waits for a block comes at the deadline
-        return total
-
-    def _reduced(self, values: np.ndarray[Any, Any], combine: Any, left: Callable[[], float]) -> Any:
-        """Combines the numbers of all ranks along a binary tree, up and back down: what a rank sends and receives does
-        not grow with their number. Rank r hears from 2r + 1 and 2r + 2. ``left``: seconds until the deadline. Raises as
-        send() and recv() do; ``values`` stay."""
-        total: Any = values.copy()
-        children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.size]
-        for child in children:
-            received: Any = np.empty_like(values)
-            self.recv(memoryview(received).cast("B"), child, left())
-            total = combine(total, received)
-        if self.rank > 0:
-            parent = (self.rank - 1) // 2
-            self.send(memoryview(total).cast("B"), parent, left())
-            self.recv(memoryview(total).cast("B"), parent, left())
-        for child in children:
-            self.send(memoryview(total).cast("B"), child, left())
-        return total
-
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
-        """Copies root's bytes into everybody's: through the process group, or its store where that has no way for CPU
-        tensors.
-        """
+        """Copies root's bytes into everybody's through the process group, where it moves blocks."""
         if not 0 <= root < self.size:
             raise invalid(f"broadcast() from rank {root} in a group of {self.size}")
-        if self.moves_blocks:
-            until = time.monotonic() + seconds
-            # Finds a rank that is late where it does no harm to the process group.
-            self.all_gather(b"", seconds)
-            left = max(until - time.monotonic(), _LAST_WORDS)
-            group = self._process_group()
-            assert group is not None
-            self._move(lambda: broadcast(_tensor(data), root, group, left), left)
-        else:
-            data[:] = self.decide(
-                bytes(data) if self.rank == root else b"", lambda by_rank: (by_rank[root], ()), seconds
-            )[0]
+        until = time.monotonic() + seconds
+        # Finds a rank that is late where it does no harm to the process group.
+        self.all_gather(b"", seconds)
+        left = max(until - time.monotonic(), _LAST_WORDS)
+        group = self._process_group()
+        assert group is not None
+        self._move(lambda: broadcast(_tensor(data), root, group, left), left)
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:
         self._pass(dist.isend, data, seconds, group_dst=to)
@@ -228,15 +158,6 @@ def clone(store: Any) -> Any:
     if isinstance(base, TCPStore):
         base = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
     return PrefixStore(agreed, base)
-
-
-def _refuse(words: list[bytes]) -> tuple[bytes, Sequence[bytes]]:
-    """Raises what the first one says with whom something is wrong; those to whom another one's block did not come say
-    the least.
-    """
-    said = sorted((one for one in words if one), key=lambda one: _NO_BLOCK.encode() in one)
-    code, _, message = said[0].decode(errors="backslashreplace").partition(" ")
-    raise errors.make(code, message)
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

@@ -1,0 +1,29 @@
+#include "comm/counts.h"
+
+#include <vector>
+
+namespace shardow::comm {
+
+void join_by_rounds(Group& group, std::span<const Counts> counts, Deadline deadline) {
+  if (group.moves_blocks()) return;
+  for (const auto& [numbers, op] : counts) {
+    if (!numbers.empty()) group.all_reduce(numbers, op, deadline);
+  }
+}
+
+void join_by_blocks(Group& group, std::span<const Counts> counts, Deadline deadline) {
+  if (!group.moves_blocks()) return;
+  for (const auto& [numbers, op] : counts) {
+    if (numbers.empty()) continue;
+    std::vector<uint64_t> received(numbers.size());
+    for (const int below : {2 * group.rank() + 1, 2 * group.rank() + 2}) {
+      if (below >= group.size()) continue;
+      group.recv(std::as_writable_bytes(std::span(received)), below, deadline);
+      for (size_t i = 0; i < numbers.size(); ++i)
+        numbers[i] = op == Group::Op::kXor ? numbers[i] ^ received[i] : numbers[i] + received[i];
+    }
+    if (group.rank() > 0) group.send(std::as_bytes(numbers), (group.rank() - 1) / 2, deadline);
+  }
+}
+
+}  // namespace shardow::comm

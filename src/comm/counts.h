@@ -1,0 +1,24 @@
+// Numbers that all ranks count, and rank 0 needs.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "shardow/group.h"
+
+namespace shardow::comm {
+
+/// Numbers of a rank, as many as of the others, and how those of all ranks are joined: by sums or XOR.
+struct Counts {
+  std::span<uint64_t> numbers;
+  Group::Op op;
+};
+
+/// Joins the counts of all ranks on rank 0, where ranks send each other no blocks: a round of each. Collective.
+void join_by_rounds(Group& group, std::span<const Counts> counts, Deadline deadline);
+
+/// Joins them there where ranks send blocks, along a tree: rank r hears from 2 r + 1 and 2 r + 2. Costs no round, and
+/// goes within a step of one: a rank throws where what it waits for does not come, and then those above it do.
+void join_by_blocks(Group& group, std::span<const Counts> counts, Deadline deadline);
+
+}  // namespace shardow::comm

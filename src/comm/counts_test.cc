@@ -1,0 +1,62 @@
+#include "comm/counts.h"
+
+#include <gtest/gtest.h>
+
+#include "comm/group_fixture.h"
+#include "delegate.h"
+
+namespace shardow::comm {
+namespace {
+
+/// A group that sends each other no blocks, or whose rank `broken` cannot send.
+class Blocks : public Delegate {
+ public:
+  Blocks(Group& group, bool moves, int broken) : Delegate(group), moves_(moves), broken_(broken) {}
+  bool moves_blocks() const noexcept override { return moves_; }
+  void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
+    if (rank() == broken_) throw Error(Code::kPeerFailed, "no way out of here");
+    Delegate::send(bytes, to, deadline);
+  }
+
+ private:
+  bool moves_;
+  int broken_;
+};
+
+/// As a call does it: what is not a round of its own is a step of one.
+void join(Group& group, std::span<const Counts> counts, Deadline deadline) {
+  join_by_rounds(group, counts, deadline);
+  agree(group, far(), [&] { join_by_blocks(group, counts, deadline); });
+}
+
+TEST(Counts, AreJoinedOnRank0) {
+  for (const int size : {1, 2, 3, 7, 8}) {
+    for (const bool moves : {true, false}) {
+      Groups groups = threads(size);
+      on_every_rank(groups, [&](auto& own) {
+        Blocks group(*own, moves, -1);
+        const auto rank = static_cast<uint64_t>(own->rank());
+        std::vector<uint64_t> sums{1, 10 * rank, ~uint64_t{0}}, bits{uint64_t{1} << rank, 5}, none;
+        join(group, std::vector<Counts>{{sums, Group::Op::kSum}, {none, Group::Op::kSum}, {bits, Group::Op::kXor}},
+             far());
+        if (rank > 0) return;
+        const auto n = static_cast<uint64_t>(size);
+        EXPECT_EQ(sums, (std::vector<uint64_t>{n, 5 * n * (n - 1), ~uint64_t{0} * n})) << size << moves;
+        EXPECT_EQ(bits, (std::vector<uint64_t>{(uint64_t{1} << n) - 1, n % 2 == 1 ? 5u : 0u})) << size << moves;
+      });
+    }
+  }
+}
+
+TEST(Counts, ThatDoNotComeAreAnErrorOnAllAndTheyStayInStep) {
+  Groups groups = threads(7);
+  on_every_rank(groups, [&](auto& own) {
+    Blocks group(*own, true, 4);
+    std::vector<uint64_t> numbers(10, 1);
+    EXPECT_NE(caught([&] { join(group, std::vector<Counts>{{numbers, Group::Op::kSum}}, near()); }).message, "");
+    expect_in_step(*own);
+  });
+}
+
+}  // namespace
+}  // namespace shardow::comm

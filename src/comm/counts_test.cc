@@ -14,7 +14,7 @@ class Blocks : public Delegate {
   Blocks(Group& group, bool moves, int broken) : Delegate(group), moves_(moves), broken_(broken) {}
   bool moves_blocks() const noexcept override { return moves_; }
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
-    if (rank() == broken_) throw Error(Code::kPeerFailed, "no way out of here");
+    if (rank() == broken_) throw Error(Code::kPeerFailed, "no block leaves here");
     Delegate::send(bytes, to, deadline);
   }
 
@@ -23,7 +23,7 @@ class Blocks : public Delegate {
   int broken_;
 };
 
-/// As a call does it: what is not a round of its own is a step of one.
+/// Joins as a call does: by rounds, or within a step of one.
 void join(Group& group, std::span<const Counts> counts, Deadline deadline) {
   join_by_rounds(group, counts, deadline);
   agree(group, far(), [&] { join_by_blocks(group, counts, deadline); });

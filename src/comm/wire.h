@@ -4,8 +4,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "base/errors.h"
 
@@ -25,6 +27,13 @@ class Sender {
     number(static_cast<int64_t>(value.size()));
     bytes_.append(value);
   }
+  void map(const std::map<std::string, std::string>& texts) {
+    number(static_cast<int64_t>(texts.size()));
+    for (const auto& [key, value] : texts) {
+      text(key);
+      text(value);
+    }
+  }
   const std::string& bytes() const { return bytes_; }
 
  private:
@@ -42,6 +51,14 @@ class Receiver {
     return value;
   }
   std::string text() { return std::string(take(static_cast<uint64_t>(number()))); }
+  std::map<std::string, std::string> map() {
+    std::map<std::string, std::string> texts;
+    for (int64_t left = number(); left > 0; --left) {
+      std::string key = text();
+      texts[std::move(key)] = text();
+    }
+    return texts;
+  }
 
  private:
   std::string_view take(uint64_t count) {

@@ -103,21 +103,8 @@ void send_metadata(Sender& out, std::span<const SaveFile> files, const SaveOptio
   for (const SaveFile& file : files) {
     Metadata all = file.metadata;
     all.insert(options.metadata.begin(), options.metadata.end());
-    out.number(static_cast<int64_t>(all.size()));
-    for (const auto& [key, text] : all) {
-      out.text(key);
-      out.text(text);
-    }
+    out.map(all);
   }
-}
-
-Metadata received_metadata(Receiver& in) {
-  Metadata all;
-  for (int64_t left = in.number(); left > 0; --left) {
-    std::string key = in.text();
-    all[std::move(key)] = in.text();
-  }
-  return all;
 }
 
 /// Sums up every rank's request: whether ranks are on several hosts, who holds what of each file, what else they
@@ -211,7 +198,7 @@ Call same_call(Group& group, const SaveCall& call, std::chrono::milliseconds tim
   known.nonce = in.text();
   known.host = in.text();
   for (size_t file = 0; file < files; ++file) {
-    known.metadata.push_back(received_metadata(in));
+    known.metadata.push_back(in.map());
     for (auto& [key, text] : more.at(file)) known.metadata.back()[key] = std::move(text);
     known.tensors.push_back(
         std::make_shared<const std::vector<Shared>>(shared_from(group, held[file], shared[file], timeout)));

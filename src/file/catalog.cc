@@ -47,8 +47,8 @@ struct Raw {
   std::vector<std::shared_ptr<Opened>> opened;  ///< by file, on this rank; not packed
 };
 
-/// What rank 0 has read, for all.
-struct Found {
+/// One version of each path, as rank 0 has read it for all.
+struct Versions {
   Location location;
   std::string machine;   ///< rank 0's
   std::vector<Raw> raw;  ///< by path
@@ -206,15 +206,15 @@ bool open_same(const Path& path, Raw& raw, bool same_machine) {
 }
 
 /// For other ranks.
-std::string pack(const Found& found) {
+std::string pack(const Versions& versions) {
   Sender out;
-  out.text(found.location.words);
-  out.text(found.machine);
-  out.number(static_cast<int64_t>(found.location.names.size()));
-  for (const std::string& name : found.location.names) out.text(name);
-  for (size_t i = 0; i < found.raw.size(); ++i) {
-    const auto& [files, weights, opened] = found.raw[i];
-    out.text(found.location.paths[i].string());
+  out.text(versions.location.words);
+  out.text(versions.machine);
+  out.number(static_cast<int64_t>(versions.location.names.size()));
+  for (const std::string& name : versions.location.names) out.text(name);
+  for (size_t i = 0; i < versions.raw.size(); ++i) {
+    const auto& [files, weights, opened] = versions.raw[i];
+    out.text(versions.location.paths[i].string());
     out.number(static_cast<int64_t>(files.size()));
     for (const Raw::Text& file : files) {
       out.text(file.path);
@@ -223,25 +223,22 @@ std::string pack(const Found& found) {
                                 static_cast<int64_t>(file.identity.inode), file.identity.size, file.identity.modified})
         out.number(number);
     }
-    out.number(weights ? static_cast<int64_t>(weights->size()) : -1);
-    for (const auto& [tensor, file] : weights.value_or(WeightMap())) {
-      out.text(tensor);
-      out.text(file);
-    }
+    out.number(weights ? 1 : 0);
+    if (weights) out.map(*weights);
   }
   return out.bytes();
 }
 
-Found unpack(std::string_view bytes) {
+Versions unpack(std::string_view bytes) {
   Receiver in(bytes);
-  Found found;
-  found.location.words = in.text();
-  found.machine = in.text();
-  found.location.names.resize(static_cast<size_t>(in.number()));
-  for (std::string& name : found.location.names) name = in.text();
+  Versions versions;
+  versions.location.words = in.text();
+  versions.machine = in.text();
+  versions.location.names.resize(static_cast<size_t>(in.number()));
+  for (std::string& name : versions.location.names) name = in.text();
   while (!in.done()) {
-    found.location.paths.emplace_back(in.text());
-    Raw& raw = found.raw.emplace_back();
+    versions.location.paths.emplace_back(in.text());
+    Raw& raw = versions.raw.emplace_back();
     for (int64_t left = in.number(); left > 0; --left) {
       Raw::Text& text = raw.files.emplace_back();
       text.path = in.text();
@@ -252,14 +249,9 @@ Found unpack(std::string_view bytes) {
       text.identity.size = in.number();
       text.identity.modified = in.number();
     }
-    int64_t left = in.number();
-    if (left >= 0) raw.weights.emplace();
-    for (; left > 0; --left) {
-      std::string tensor = in.text();
-      raw.weights->emplace(std::move(tensor), in.text());
-    }
+    if (in.number() != 0) raw.weights = in.map();
   }
-  return found;
+  return versions;
 }
 
 using Checksum = std::pair<std::string, uint32_t>;
@@ -351,17 +343,17 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
 constexpr size_t kFewBytes = 64 << 10;  // of a fact, which goes through one store; what is longer travels by itself
 
 /// (1) Rank 0 reads what is there, for all. `compared`: in that round.
-Found read_for_all(Group& group, const std::function<Location()>& find, const comm::Comparison& compared,
-                   std::chrono::milliseconds timeout) {
-  Found found;
+Versions read_for_all(Group& group, const std::function<Location()>& find, const comm::Comparison& compared,
+                      std::chrono::milliseconds timeout) {
+  Versions versions;
   std::string text;
   const auto look = [&] {
     Sender out;
     if (compared.words) out.text(compared.words());
     if (group.rank() != 0) return out.bytes();
-    found = {find(), base::view_of_files(), {}};
-    for (const Path& path : found.location.paths) found.raw.push_back(read_raw(path, found.location.names));
-    if (group.size() > 1) text = pack(found);
+    versions = {find(), base::view_of_files(), {}};
+    for (const Path& path : versions.location.paths) versions.raw.push_back(read_raw(path, versions.location.names));
+    if (group.size() > 1) text = pack(versions);
     out.number(static_cast<int64_t>(text.size()));
     if (text.size() <= kFewBytes) out.text(text);
     return out.bytes();
@@ -381,7 +373,7 @@ Found read_for_all(Group& group, const std::function<Location()>& find, const co
     text.resize(size);
     group.broadcast(std::as_writable_bytes(std::span(text)), 0, base::after(timeout));
   }
-  return group.rank() == 0 ? std::move(found) : unpack(size > kFewBytes ? text : in.text());
+  return group.rank() == 0 ? std::move(versions) : unpack(size > kFewBytes ? text : in.text());
 }
 
 /// Whether what is there is what rank 0 found.
@@ -399,25 +391,25 @@ bool is_found_here(const Path& path, Raw& raw, bool same_machine) {
   }
 }
 
-Catalogs to_catalogs(const Found& found) {
+Catalogs to_catalogs(const Versions& versions) {
   Catalogs catalogs;
   const auto add = [&](const Raw& raw, const std::string& path, size_t begin, size_t end) {
     catalogs.push_back(std::make_shared<const Catalog>(to_catalog(raw, path, begin, end)));
   };
-  for (size_t i = 0; i < found.raw.size(); ++i) {
-    const Raw& raw = found.raw[i];
-    if (found.location.names.empty()) add(raw, found.location.paths[i].string(), 0, raw.files.size());
-    for (size_t f = 0; f < found.location.names.size(); ++f) add(raw, raw.files[f].path, f, f + 1);
+  for (size_t i = 0; i < versions.raw.size(); ++i) {
+    const Raw& raw = versions.raw[i];
+    if (versions.location.names.empty()) add(raw, versions.location.paths[i].string(), 0, raw.files.size());
+    for (size_t f = 0; f < versions.location.names.size(); ++f) add(raw, raw.files[f].path, f, f + 1);
   }
   return catalogs;
 }
 
 /// The path that this rank does not find as rank 0 found it, with the rank; empty: there is none.
-std::string not_found_here(Found& found, int rank) {
-  const bool same_machine = !found.machine.empty() && found.machine == base::view_of_files();
-  for (size_t i = 0; rank != 0 && i < found.raw.size(); ++i) {
-    const Path& path = found.location.paths[i];
-    if (!is_found_here(path, found.raw[i], same_machine))
+std::string missed_here(Versions& versions, int rank) {
+  const bool same_machine = !versions.machine.empty() && versions.machine == base::view_of_files();
+  for (size_t i = 0; rank != 0 && i < versions.raw.size(); ++i) {
+    const Path& path = versions.location.paths[i];
+    if (!is_found_here(path, versions.raw[i], same_machine))
       return fmt::format("{}: rank {} on {}", path.string(), rank, base::host_name());
   }
   return {};
@@ -448,11 +440,11 @@ Finding::Outcome Finding::run(Group& group, std::chrono::milliseconds timeout) c
   constexpr int kAttempts = 50;
   Outcome outcome;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    Found found = read_for_all(group, find, attempt == 0 ? compared : comm::Comparison{}, timeout);
+    Versions versions = read_for_all(group, find, attempt == 0 ? compared : comm::Comparison{}, timeout);
     const auto open_here = [&] {  // (2) every rank opens the same
-      if (const std::string missed = not_found_here(found, group.rank()); !missed.empty()) return "-" + missed;
-      outcome.catalogs = to_catalogs(found);
-      const std::string own = words ? words(found.location, outcome.catalogs) : std::string();
+      if (const std::string missed = missed_here(versions, group.rank()); !missed.empty()) return "-" + missed;
+      outcome.catalogs = to_catalogs(versions);
+      const std::string own = words ? words(versions.location, outcome.catalogs) : std::string();
       return own.empty() ? own : "+" + own;
     };
     const auto together = [&](std::vector<std::string> by_rank) {

@@ -66,7 +66,7 @@ class Inside {
 
 using Catalogs = std::vector<std::shared_ptr<const Catalog>>;
 
-/// What rank 0 has found.
+/// Checkpoints that rank 0 has found.
 struct Location {
   std::vector<base::Path> paths;        ///< of checkpoints, or of one directory
   std::vector<std::string> names = {};  ///< files of the directory that belong together

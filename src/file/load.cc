@@ -162,14 +162,15 @@ std::vector<LoadReport> load_agreed(Group& group, Fillings& fillings, const std:
   const int64_t asked = in.number();
   std::vector<LoadReport> reports;
   int64_t total = 0;
-  for (Filling& one : fillings) {
-    one.chosen.strict = in.number() != 0;
-    one.wanted = shared_from(group, one.holding, in.text(), options.timeout);
-    Match found = match(one.wanted, one.catalog->tensors, one.chosen.strict, one.catalog->path, "the file");
-    one.stored = std::move(found.stored);
-    found.report.metadata = one.catalog->metadata();
-    reports.push_back(std::move(found.report));
-    total += one.bytes_in_all();
+  for (Filling& filling : fillings) {
+    filling.chosen.strict = in.number() != 0;
+    filling.wanted = shared_from(group, filling.holding, in.text(), options.timeout);
+    Match fit =
+        match(filling.wanted, filling.catalog->tensors, filling.chosen.strict, filling.catalog->path, "the file");
+    filling.stored = std::move(fit.stored);
+    fit.report.metadata = filling.catalog->metadata();
+    reports.push_back(std::move(fit.report));
+    total += filling.bytes_in_all();
   }
   if ((asked & kCheckOnly) != 0) return reports;
   auto next = fillings.begin();
@@ -196,16 +197,16 @@ using KeptOpen = std::pair<std::shared_ptr<base::TimedCalls>, std::shared_ptr<co
 
 }  // namespace
 
-Match match(const std::vector<Shared>& wanted, const StoredTensors& there, bool strict, const std::string& what,
+Match match(const std::vector<Shared>& wanted, const StoredTensors& tensors, bool strict, const std::string& what,
             const char* place) {
-  Match found{std::vector<const Stored*>(wanted.size(), nullptr)};
-  std::vector<std::string>&missing = found.report.missing, &unexpected = found.report.unexpected;
+  Match result{std::vector<const Stored*>(wanted.size(), nullptr)};
+  std::vector<std::string>&missing = result.report.missing, &unexpected = result.report.unexpected;
   size_t at = 0;
-  for (const Stored& next : there) {
+  for (const Stored& next : tensors) {
     int order = -1;  // of the wanted one beside this one
     while (at < wanted.size() && (order = wanted[at].name.compare(next.entry.name)) < 0) ++at;
     if (at < wanted.size() && order == 0) {
-      found.stored[at] = &next;
+      result.stored[at] = &next;
     } else {
       unexpected.push_back(next.entry.name);
     }
@@ -213,9 +214,9 @@ Match match(const std::vector<Shared>& wanted, const StoredTensors& there, bool 
   std::vector<std::string> unfit;
   for (size_t i = 0; i < wanted.size(); ++i) {
     const Shared& tensor = wanted[i];
-    if (found.stored[i] == nullptr) {
+    if (result.stored[i] == nullptr) {
       missing.push_back(tensor.name);
-    } else if (std::string why = difference(found.stored[i]->entry, tensor.shape, tensor.dtype, place); !why.empty()) {
+    } else if (std::string why = difference(result.stored[i]->entry, tensor.shape, tensor.dtype, place); !why.empty()) {
       unfit.push_back(std::move(why));
     }
   }
@@ -223,7 +224,7 @@ Match match(const std::vector<Shared>& wanted, const StoredTensors& there, bool 
   if (strict && !unexpected.empty()) unfit.push_back(fmt::format("unexpected in {}: {}", place, listed(unexpected)));
   if (!unfit.empty())
     fail(Code::kInvalidArgument, "{} does not fit, nothing was loaded: {}", what, fmt::join(unfit, "; "));
-  return found;
+  return result;
 }
 
 LoadCall load_of(std::span<const TensorView> views, bool strict) {

@@ -37,15 +37,15 @@ struct LoadCall {
 /// Of one file, into `views`, which outlive it; its find() or `open` are not yet set.
 LoadCall load_of(std::span<const TensorView> views, bool strict);
 
-/// What tensors that ranks want are where they are read from.
+/// Tensors that ranks want, beside those that they are read from.
 struct Match {
   std::vector<const Stored*> stored;  ///< of each wanted one, or null
   LoadReport report = {};             ///< what is missing and unexpected
 };
 
-/// Looks for `wanted`, ascending by name, among what is in `place` ("the file"). Throws kInvalidArgument with
-/// everything that does not fit, in one message that begins with `what`: the same on every rank.
-Match match(const std::vector<Shared>& wanted, const StoredTensors& there, bool strict, const std::string& what,
+/// Looks for `wanted`, ascending by name, among `tensors`, which are in `place` ("the file"). Throws kInvalidArgument
+/// with everything that does not fit, in one message that begins with `what`: the same on every rank.
+Match match(const std::vector<Shared>& wanted, const StoredTensors& tensors, bool strict, const std::string& what,
             const char* place);
 
 /// Fills `view` from the tensor of its name, converting its dtype; compares the checksum where the file carries one and

@@ -130,7 +130,6 @@ struct StagedSave::Plan {
   void open();
   std::deque<file::Output> outputs() const;
   std::vector<comm::Counts> counts(file::Output& output) const;
-  void check() const;
   void write_anywhere();
   void write_in_sequence();
   void commit(const std::function<void()>& join, const std::function<void()>& before);
@@ -166,16 +165,12 @@ std::deque<Output> StagedSave::Plan::outputs() const {
   return outputs;
 }
 
-/// What this rank has counted while it wrote.
+/// Returns the counts of this rank while it wrote.
 std::vector<comm::Counts> StagedSave::Plan::counts(Output& output) const {
   std::vector<comm::Counts> counts;
   if (options.checksums) counts.push_back({output.crcs(), Group::Op::kXor});
   if (producer != nullptr) counts.insert(counts.end(), producer->counts.begin(), producer->counts.end());
   return counts;
-}
-
-void StagedSave::Plan::check() const {
-  if (producer != nullptr && producer->check) producer->check();
 }
 
 /// (3), (4), (5)
@@ -207,7 +202,7 @@ void StagedSave::Plan::write_anywhere() {
   comm::join_by_rounds(group, counted, deadline());
   commit([&] { comm::join_by_blocks(group, counted, patience()); },
          [&] {
-           check();
+           if (producer != nullptr && producer->check) producer->check();
            parts.tell();
            if (options.checksums) layout->set_checksums(output.crcs());
            for (const FilePlan& file : layout->files()) write_header(target->file(file.name), file);
@@ -228,7 +223,7 @@ void StagedSave::Plan::write_in_sequence() {
   const auto join_and_check = [&] {
     agree(group, deadline(), [&] {
       comm::join_by_blocks(group, counts(output), patience());
-      if (group.rank() == 0) check();
+      if (group.rank() == 0 && producer != nullptr && producer->check) producer->check();
     });
   };
   if (options.checksums) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <exception>
@@ -35,15 +34,12 @@
 #include "kernels/sums.h"
 #include "merge/plan.h"
 #include "merge/rules.h"
-#include "shardow/group.h"
 #include "tensor/coverage.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
 namespace merging {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 /// What must be the same on all ranks.
 std::string facts(const Plan& plan, const std::vector<std::string>& others) {
@@ -59,7 +55,7 @@ std::string facts(const Plan& plan, const std::vector<std::string>& others) {
   return out.bytes();
 }
 
-/// That all ranks have the same plan and `others`; `plan` is made before.
+/// Compares plans and `others`; `plan` is made before.
 comm::Comparison same_plan(const std::optional<Plan>& plan, std::vector<std::string> others) {
   const auto words = [&plan, others = std::move(others)] { return std::to_string(comm::digest(facts(*plan, others))); };
   const auto compare = [](const std::vector<std::string>& all) {
@@ -163,7 +159,7 @@ class Sums {
     give_back(std::move(scratch));
   }
 
-  /// Of what this rank has read; check() wants those of all ranks.
+  /// Counts what this rank has read; check() wants the counts of all.
   std::vector<comm::Counts> counts() { return {{crcs_, Group::Op::kXor}, {too_large_, Group::Op::kSum}}; }
 
   /// Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together have read
@@ -359,7 +355,7 @@ using namespace merging;
 
 MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::filesystem::path& path,
                   const MergeOptions& options) {
-  const auto begin = Clock::now();
+  const auto begin = base::now();
   group.begin("merge()", options.timeout);
   if (options.check_only)
     return agreed_plan(group, std::move(inputs), options.dtype, base::after(options.timeout), [] {}).report();
@@ -396,7 +392,7 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
 
 LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::vector<MergeInput> inputs,
                        const LoadOptions& options) {
-  const auto begin = Clock::now();
+  const auto begin = base::now();
   group.begin("load()", options.timeout);
   // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
   const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, base::after(options.timeout),

@@ -69,7 +69,7 @@ class Merged:
 
 
 class _Opening:
-    """What a rank does while all open a merge's inputs: the methods are called by the engine."""
+    """The steps of a rank while all open a merge's inputs; the engine calls them."""
 
     newest: Newest
     coefficients: _core.Coefficients
@@ -83,9 +83,9 @@ class _Opening:
 
     def words(self) -> bytes:
         self._check()
-        one = self._merged
-        self._by_torch = [foreign.is_foreign(Path(path)) for path in one.inputs]
-        facts = {"inputs": one.inputs, "rule": repr([one.rule, one.steps, one.key])}
+        merged = self._merged
+        self._by_torch = [foreign.is_foreign(Path(path)) for path in merged.inputs]
+        facts = {"inputs": merged.inputs, "rule": repr([merged.rule, merged.steps, merged.key])}
         self._same.facts = {**facts, "which of them torch wrote": self._by_torch}
         return self._same.words()
 
@@ -94,18 +94,20 @@ class _Opening:
         return [path for path, by_torch in zip(self._merged.inputs, self._by_torch, strict=True) if not by_torch]
 
     def opened(self, files: list[_core.Checkpoint]) -> None:
-        one, own = self._merged, iter(files)
+        merged, checkpoints = self._merged, iter(files)
         sources = [
-            foreign.parts_of(Path(path), one.key) if by_torch else next(own)
-            for path, by_torch in zip(one.inputs, self._by_torch, strict=True)
+            foreign.parts_of(Path(path), merged.key) if by_torch else next(checkpoints)
+            for path, by_torch in zip(merged.inputs, self._by_torch, strict=True)
         ]
         texts = [source.metadata if isinstance(source, _core.Checkpoint) else {} for source in sources]
-        steps = one.steps or [_core.step_of(path, text) for path, text in zip(one.inputs, texts, strict=True)]
+        steps: Sequence[int | None] = merged.steps or [
+            _core.step_of(path, text) for path, text in zip(merged.inputs, texts, strict=True)
+        ]
         inputs = [
             _core.MergeInput(path, source, 0.0, step)
-            for path, source, step in zip(one.inputs, sources, steps, strict=True)
+            for path, source, step in zip(merged.inputs, sources, steps, strict=True)
         ]
-        ordered, self.coefficients, newest = _core.weigh(inputs, **one.rule)
-        last = one.inputs.index(newest)
+        ordered, self.coefficients, newest = _core.weigh(inputs, **merged.rule)
+        last = merged.inputs.index(newest)
         self.newest = Newest(sources[last].tensors, texts[last], ordered)
         self._then(self.newest)

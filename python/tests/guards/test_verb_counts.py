@@ -27,7 +27,7 @@ RECORDED = {
     "save(), fsdp2": Counts(4, 42, 29),
     "load(), fsdp2": Counts(3, 32, 32),
     "materialize(), fsdp2": Counts(3, 32, 32),
-    "merge(), fsdp2": Counts(14, 131, 15),
+    "merge(), fsdp2": Counts(6, 59, 15),
     "Checkpoints.save().wait(), fsdp2": Counts(6, 62, 41),
     "Checkpoints.restore(), fsdp2": Counts(4, 46, 39),
     "swapped(), in, ddp": Counts(2, 19, 22),

@@ -6,7 +6,6 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import models
 import numpy as np

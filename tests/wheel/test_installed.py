@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
@@ -50,6 +51,26 @@ def test_a_wheel_in_a_bare_debian(suite: str, tag: str, torch: bool) -> None:
     assert report["command"] == f"shardow {one(tag).name.split('-')[1]}"
     assert (report["compilers"], report["libraries"], report["devices"]) == ([], [], [])
     assert report["import_seconds"] < 0.05
+
+
+@pytest.mark.parametrize("nvrtc", ["nvidia-cuda-nvrtc-cu12==12.4.127", "nvidia-cuda-nvrtc==13.0.88"])
+def test_kernels_of_a_wheel_are_compiled_by_the_nvrtc_beside_it_and_compute_the_bits_of_the_cpu(
+    nvrtc: str, tmp_path: Path
+) -> None:
+    """The fake driver is first on the loader's path, and has the kernels' twins."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path]
+    subprocess.run([*pip, one("cp311-cp311"), nvrtc], check=True)
+    (library,) = tmp_path.glob("nvidia/*/lib/libnvrtc.so.1?")
+    major, minor = nvrtc.split("==")[1].split(".")[:2]
+    variables = {"FAKE_CUDA_VERSION": f"{major}0{minor}0", "SHARDOW_NVRTC": str(library)}
+    folders = [tmp_path, sysconfig.get_path("purelib")]  # without what installs this checkout there
+    done = subprocess.run(
+        [sys.executable, "-S", HERE / "on_device.py", *folders],
+        env={**os.environ, "LD_LIBRARY_PATH": str(ROOT / "build/release/fake"), **variables},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["NVRTC", f"{major}.{minor}", "Fake", "H100"]
 
 
 @pytest.mark.timeout(600)

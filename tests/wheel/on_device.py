@@ -1,5 +1,5 @@
 """Averages by the module of an installed wheel, on the device of the fake driver (tests/cuda) and on the CPU, whose
-bits must be equal: updates, swaps there and back, averages on the host, a capture and its replays. `python -S
+bits must be equal: updates, swaps, averages on the host, a capture and its replays. `python -S
 on_device.py FOLDER...` imports from these folders alone. Prints what compiled the kernels.
 """
 
@@ -85,33 +85,33 @@ def main() -> None:
     driver = Driver()
     device = ("cuda", 0, driver.stream.value or 0)
     for dtypes in DTYPES:
-        here = Training(dtypes, HOST, HOST)
-        others = [Training(dtypes, device, average_on) for average_on in (device, HOST)]
+        of_cpu = Training(dtypes, HOST, HOST)
+        trainings = [Training(dtypes, device, average_on) for average_on in (device, HOST)]
         for number in range(1, STEPS):
-            for training in (here, *others):
+            for training in (of_cpu, *trainings):
                 training.step(number)
-        middle = here.swapped()
-        for training in others:
-            assert training.average.tobytes() == here.average.tobytes(), dtypes
+        middle = of_cpu.swapped()
+        for training in trainings:
+            assert training.average.tobytes() == of_cpu.average.tobytes(), dtypes
             assert training.swapped() == middle, dtypes
-            assert training.weight.tobytes() == here.weight.tobytes(), dtypes
-        replay(driver, here, others[0])
+            assert training.weight.tobytes() == of_cpu.weight.tobytes(), dtypes
+        replay(driver, of_cpu, trainings[0])
     print(*_core.cuda_compiler()[:2])
 
 
-def replay(driver: Driver, here: Training, there: Training) -> None:
+def replay(driver: Driver, of_cpu: Training, of_device: Training) -> None:
     """Captures an update, and replays it for steps that the CPU makes one by one."""
     graph, launched = ctypes.c_void_p(), ctypes.c_void_p()
     driver.call("cuStreamBeginCapture_v2", driver.stream, 0)
-    there.ema.update()
+    of_device.ema.update()
     driver.call("cuStreamEndCapture", driver.stream, ctypes.byref(graph))
     driver.call("cuGraphInstantiateWithFlags", ctypes.byref(launched), graph, ctypes.c_ulonglong(0))
     for number in range(STEPS, 2 * STEPS):
-        here.step(number)
-        there.weight[:] = here.weight
-        there.ema.prepare_replay()
+        of_cpu.step(number)
+        of_device.weight[:] = of_cpu.weight
+        of_device.ema.prepare_replay()
         driver.call("cuGraphLaunch", launched, driver.stream)
-    assert there.average.tobytes() == here.average.tobytes()
+    assert of_device.average.tobytes() == of_cpu.average.tobytes()
 
 
 main()

@@ -21,10 +21,10 @@ WHEELS = sorted((ROOT / "dist").glob("*.whl"))
 pytestmark = pytest.mark.skipif(not os.environ.get("SHARDOW_ALL"), reason="chroots take minutes: make wheel wheel-test")
 
 
-def one(tag: str, machine: str = "x86_64") -> Path:
+def wheel_of(tag: str, machine: str = "x86_64") -> Path:
     found = [wheel for wheel in WHEELS if f"-{tag}-manylinux" in wheel.name and machine in wheel.name]
-    assert found, f"dist/ has no wheel for {tag}: make wheel"
-    return found[0]
+    assert wheels, f"dist/ has no wheel for {tag}: make wheel"
+    return wheels[0]
 
 
 def test_every_wheel_holds_to_the_rules() -> None:
@@ -41,14 +41,14 @@ def test_a_wheel_in_a_bare_debian(suite: str, tag: str, torch: bool) -> None:
     """The README's first example where torch's CPU build is to be had for that Debian's Python; what needs no torch
     everywhere.
     """
-    run = [ROOT / "tools/wheel/bare", suite, one(tag), HERE / "inside.py", ROOT / "README.md"]
+    run = [ROOT / "tools/wheel/bare", suite, wheel_of(tag), HERE / "inside.py", ROOT / "README.md"]
     done = subprocess.run([str(part) for part in run], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     print(report)
     assert report["torch"] is torch
     assert report["module"].endswith(".abi3.so" if "abi3" in tag else ".so")
-    assert report["command"] == f"shardow {one(tag).name.split('-')[1]}"
+    assert report["command"] == f"shardow {wheel_of(tag).name.split('-')[1]}"
     assert (report["compilers"], report["libraries"], report["devices"]) == ([], [], [])
     assert report["import_seconds"] < 0.05
 
@@ -59,7 +59,7 @@ def test_kernels_of_a_wheel_are_compiled_by_the_nvrtc_beside_it_and_compute_the_
 ) -> None:
     """The fake driver is first on the loader's path, and has the kernels' twins."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path]
-    subprocess.run([*pip, one("cp311-cp311"), nvrtc], check=True)
+    subprocess.run([*pip, wheel_of("cp311-cp311"), nvrtc], check=True)
     (library,) = tmp_path.glob("nvidia/*/lib/libnvrtc.so.1?")
     major, minor = nvrtc.split("==")[1].split(".")[:2]
     variables = {"FAKE_CUDA_VERSION": f"{major}0{minor}0", "SHARDOW_NVRTC": str(library)}
@@ -80,7 +80,7 @@ def test_an_arm_wheel_under_emulation() -> None:
         pytest.skip('dist/ has no ARM wheel: make wheel WHEELS="x86_64 aarch64"')
     folder = ROOT / "build/wheel/aarch64"
     site = folder / "site"
-    wheel = one("cp312-abi3", "aarch64")
+    wheel = wheel_of("cp312-abi3", "aarch64")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--target", site]
     platforms = [f"--platform=manylinux{one}_aarch64" for one in ("_2_28", "_2_27", "_2_17", "2014")]
     subprocess.run([*pip, "--only-binary=:all:", "--python-version=3.13", *platforms, wheel], check=True)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not os.environ.get("SHARDOW_ALL"), reason="chroo
 
 
 def wheel_of(tag: str, machine: str = "x86_64") -> Path:
-    found = [wheel for wheel in WHEELS if f"-{tag}-manylinux" in wheel.name and machine in wheel.name]
+    wheels = [wheel for wheel in WHEELS if f"-{tag}-manylinux" in wheel.name and machine in wheel.name]
     assert wheels, f"dist/ has no wheel for {tag}: make wheel"
     return wheels[0]
 

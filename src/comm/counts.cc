@@ -1,13 +1,16 @@
 #include "comm/counts.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace shardow::comm {
 
 void join_by_rounds(Group& group, std::span<const Counts> counts, Deadline deadline) {
+  constexpr size_t kMost = size_t{64} << 10;  // numbers of a round, of which one rank reads those of all
   if (group.moves_blocks()) return;
   for (const auto& [numbers, op] : counts) {
-    if (!numbers.empty()) group.all_reduce(numbers, op, deadline);
+    for (size_t i = 0; i < numbers.size(); i += kMost)
+      group.all_reduce(numbers.subspan(i, std::min(kMost, numbers.size() - i)), op, deadline);
   }
 }
 

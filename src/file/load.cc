@@ -20,7 +20,6 @@
 #include "file/reader.h"
 #include "file/sharing.h"
 #include "file/sums.h"
-#include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
 namespace shardow {

@@ -20,10 +20,8 @@
 #include "file/header.h"
 #include "file/index.h"
 #include "file/names.h"
-#include "file/producer.h"
 #include "file/staging.h"
 #include "file/stripes.h"
-#include "shardow/checkpoint.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -167,9 +165,8 @@ std::deque<Output> StagedSave::Plan::outputs() const {
 
 /// Returns the counts of this rank while it wrote.
 std::vector<comm::Counts> StagedSave::Plan::counts(Output& output) const {
-  std::vector<comm::Counts> counts;
+  std::vector<comm::Counts> counts = producer != nullptr ? producer->counts : std::vector<comm::Counts>();
   if (options.checksums) counts.push_back({output.crcs(), Group::Op::kXor});
-  if (producer != nullptr) counts.insert(counts.end(), producer->counts.begin(), producer->counts.end());
   return counts;
 }
 
@@ -243,7 +240,7 @@ void StagedSave::Plan::write_in_sequence() {
     if (part.last) output.finish();
     return part;
   });
-  if (!options.checksums) join_and_check();
+  if (!options.checksums && producer != nullptr) join_and_check();
   written = output.written();
   commit([] {}, [&] { parts.tell(); });
 }

@@ -27,7 +27,6 @@
 #include "file/load.h"
 #include "file/model_texts.h"
 #include "file/ownership.h"
-#include "file/producer.h"
 #include "file/reader.h"
 #include "file/sharing.h"
 #include "file/sums.h"
@@ -56,8 +55,10 @@ std::string facts(const Plan& plan, const std::vector<std::string>& others) {
 }
 
 /// Compares plans and `others`; `plan` is made before.
-comm::Comparison same_plan(const std::optional<Plan>& plan, std::vector<std::string> others) {
-  const auto words = [&plan, others = std::move(others)] { return std::to_string(comm::digest(facts(*plan, others))); };
+comm::Comparison same_plan(const Group& group, const std::optional<Plan>& plan, std::vector<std::string> others) {
+  const auto words = [&, others = std::move(others)] {
+    return group.size() == 1 ? std::string() : std::to_string(comm::digest(facts(*plan, others)));
+  };
   const auto compare = [](const std::vector<std::string>& all) {
     const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& one) { return one != all[0]; });
     if (other != all.end())
@@ -72,7 +73,7 @@ comm::Comparison same_plan(const std::optional<Plan>& plan, std::vector<std::str
 Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype, Deadline deadline,
                  const std::function<void()>& check) {
   std::optional<Plan> plan;
-  const comm::Comparison same = same_plan(plan, {});
+  const comm::Comparison same = same_plan(group, plan, {});
   const auto make = [&] {
     plan.emplace(std::move(inputs), dtype);
     check();
@@ -123,7 +124,7 @@ class Sums {
   Sums(const Plan& plan, bool verify)
       : plan_(plan),
         verify_(verify),
-        crcs_(plan.inputs().size() * plan.tensors().size(), 0),
+        crcs_(verify ? plan.inputs().size() * plan.tensors().size() : 0, 0),
         too_large_(plan.tensors().size(), 0) {}
 
   /// Fills `wanted`, in host memory, in its own dtype. For any thread; each holds a block of every operand. `counted`:
@@ -164,7 +165,7 @@ class Sums {
 
   /// Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together have read
   /// once; of the others `read_once` says no. Throws kInvalidArgument where numbers have become infinite in the dtype
-  /// that was wanted. `then` ends the message. What is read later is not counted.
+  /// that was wanted. `then` ends the message. What this rank reads later is not counted.
   void check(const std::vector<bool>& read_once, std::string_view then = {}) {
     checked_ = true;
     if (verify_) check_bytes(read_once, then);
@@ -380,7 +381,8 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
     saving.progress = options.progress;
     return file::Request{{{"", std::move(out)}}, path, saving};
   };
-  const file::SaveCall call{request, &producer, same_plan(plan, {options.formula, options.verify ? "verify" : ""})};
+  const file::SaveCall call{request, &producer,
+                            same_plan(group, plan, {options.formula, options.verify ? "verify" : ""})};
   const SaveReport saved = call.begin(group, options.timeout)->write();
   MergeReport report = plan->report();
   report.files = saved.files;
@@ -399,8 +401,8 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
                                 [&] { file::check_memory(tensors); });
   const auto shared = file::share(group, tensors, options.timeout);
   const std::vector<file::Shared>& wanted = *shared;
-  std::array<uint64_t, 3> asked = {options.strict, options.verify,
-                                   options.check_only};  // what one rank asks for, all do
+  // What one rank asks for, all do.
+  std::array<uint64_t, 3> asked = {options.strict, options.verify, options.check_only};
   group.all_reduce(asked, Group::Op::kMax, base::after(options.timeout));
   const auto [strict, verify, check_only] = asked;
   LoadReport report = file::match(wanted, as_stored(plan), strict != 0, "the merge", "the inputs").report;

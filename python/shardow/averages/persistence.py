@@ -87,9 +87,9 @@ def snapshot(
         return files, options
 
     write = engine.write_in_background if asynchronous else engine.write
-    told = write(find, where / directory_of(now.step), averages.team, hand_out, progress=progress, what=lineage.WHAT)
+    saved = write(find, where / directory_of(now.step), averages.team, hand_out, progress=progress, what=lineage.WHAT)
     mine.last = now.step
-    return told
+    return saved
 
 
 def _refuse_infinite(files: Sequence[engine.FileParts], dtype: torch.dtype | None) -> None:

@@ -271,9 +271,9 @@ class _InMemory:
 
 def write_merged(inputs: list[_core.MergeInput], team: Team, target: str, **options: Any) -> dict[str, Any]:
     """The engine's merge into files. Collective."""
-    told = {**options, "progress": shown(options.get("progress"), f"merge {Path(target).name}", team.rank)}
+    options["progress"] = shown(options.get("progress"), f"merge {Path(target).name}", team.rank)
     with naming(f"merge() to {target}"):
-        return _core.merge(team.group, inputs, target, timeout=team.timeout, **told)
+        return _core.merge(team.group, inputs, target, timeout=team.timeout, **options)
 
 
 def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:

@@ -83,7 +83,7 @@ class StoreGroup(_core.StoreGroup):
             return None
 
     def broadcast(self, data: memoryview, root: int, seconds: float) -> None:
-        """Copies root's bytes into everybody's through the process group, where it moves blocks."""
+        """Copies root's bytes to all ranks through the process group, which moves blocks."""
         if not 0 <= root < self.size:
             raise invalid(f"broadcast() from rank {root} in a group of {self.size}")
         until = time.monotonic() + seconds

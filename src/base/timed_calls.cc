@@ -20,25 +20,7 @@
 namespace shardow::base {
 namespace {
 
-constexpr std::chrono::milliseconds kMoment{
-    500};                                      // for storage that did not answer before: it may be one call's matter
 constexpr size_t kMostRead = size_t{1} << 20;  // at a time: it is copied once more, while it is in the cache
-
-/// A share of an open file, for a call that may outlive the others.
-struct Descriptor {
-  int fd = -1;
-  Descriptor() = default;
-  ~Descriptor() {
-    if (fd >= 0) ::close(fd);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-};
-
-/// Closes what was opened after the wait for it had ended.
-void close_late(ssize_t fd) {
-  if (fd >= 0) ::close(static_cast<int>(fd));
-}
 
 struct Changes {
   Mutex mutex;
@@ -46,8 +28,7 @@ struct Changes {
 };
 
 Changes& changes() {
-  static Changes& made =
-      *new Changes;  // never destroyed: calls that were left may return after what is static has gone
+  static Changes& made = *new Changes;  // never destroyed: what was left may return after all that is static has gone
   return made;
 }
 
@@ -76,9 +57,8 @@ std::shared_ptr<Caller> TimedCalls::free_caller() {
   return made;
 }
 
-TimedCalls::Returned TimedCalls::make(Call call, Caller::Late late) {
-  const std::chrono::milliseconds patience = patience_;
-  if (patience.count() <= 0) return {-1, ETIMEDOUT};
+TimedCalls::Returned TimedCalls::make(Call call) {
+  if (left_one_) return {-1, ETIMEDOUT};
   std::shared_ptr<Caller> caller;
   try {
     caller = free_caller();
@@ -86,12 +66,11 @@ TimedCalls::Returned TimedCalls::make(Call call, Caller::Late late) {
     const ssize_t result = call();
     return {result, errno};
   }
-  const Returned returned = caller->make(std::move(call), std::move(late), base::after(patience));
+  const Returned returned = caller->make(std::move(call), base::after(patience_));
   const Lock lock(mutex_);
   if (returned.left) {
     --num_callers_;
     left_one_ = true;
-    patience_ = patience > kMoment ? kMoment : std::chrono::milliseconds(0);
   } else {
     free_.push_back(std::move(caller));
   }
@@ -100,34 +79,41 @@ TimedCalls::Returned TimedCalls::make(Call call, Caller::Late late) {
 
 /// A call on a descriptor, whose number must not come to mean another file while the call may use it.
 ssize_t TimedCalls::on(int fd, Call call) {
+  std::shared_ptr<Descriptor> own;
   {
     const Lock lock(mutex_);
-    if (std::find(busy_.begin(), busy_.end(), fd) != busy_.end()) return with_errno({-1, ETIMEDOUT});
-    busy_.reserve(busy_.size() + num_on_ + 1);
-    ++num_on_;
+    Use& use = uses_[fd];
+    if (!(own = use.calls.lock())) use.calls = own = std::make_shared<Descriptor>();
   }
-  Returned returned{-1, ENOMEM};
-  try {
-    returned = make(std::move(call), [fd](ssize_t) { ::close(fd); });
-  } catch (const std::exception&) {  // said by `returned`
+  const Returned returned = make([own, call = std::move(call)] { return call(); });
+  if (returned.left) {
+    const Lock lock(mutex_);
+    uses_[fd].left = true;
+    own->fd = fd;
   }
-  const Lock lock(mutex_);
-  --num_on_;
-  if (returned.left) busy_.push_back(fd);
   return with_errno(returned);
 }
 
-ssize_t TimedCalls::changing(const std::shared_ptr<NameChange>& change, Call call, Caller::Late late) {
-  const Returned returned = make([change, call = std::move(call)] { return call(); }, std::move(late));
-  if (returned.left) change->leave();
+ssize_t TimedCalls::changing(const std::shared_ptr<NameChange>& change, Call call) {
+  const Returned returned = make([change, call = std::move(call)] { return call(); });
+  if (returned.left && change) change->leave();
   return with_errno(returned);
+}
+
+/// A call that opens, and changes this name where there is one. What it opens late is closed with it.
+ssize_t TimedCalls::opening(std::shared_ptr<NameChange> change, Call call) {
+  const auto opened = std::make_shared<Descriptor>();
+  const ssize_t result =
+      changing(change, [opened, call = std::move(call)] { return opened->fd = static_cast<int>(call()); });
+  if (result >= 0) opened->fd = -1;
+  return result;
 }
 
 int TimedCalls::open(const char* path, int flags, mode_t mode) {
   return with_memory<int>([&] {
-    Call call = bound(&Syscalls::open, path, flags, mode);
-    if ((flags & (O_CREAT | O_TRUNC)) == 0) return with_errno(make(std::move(call), close_late));
-    return changing(std::make_shared<NameChange>(path), std::move(call), close_late);
+    const bool changes_name = (flags & (O_CREAT | O_TRUNC)) != 0;
+    return opening(changes_name ? std::make_shared<NameChange>(path) : nullptr,
+                   bound(&Syscalls::open, path, flags, mode));
   });
 }
 
@@ -137,22 +123,22 @@ int TimedCalls::openat(int directory, const char* name, int flags, mode_t mode) 
     own->fd = ::fcntl(directory, F_DUPFD_CLOEXEC, 0);
     if (own->fd < 0) return with_errno({-1, errno});
     Call call = bound(&Syscalls::openat, own->fd, name, flags, mode);
-    return with_errno(make([own, call = std::move(call)] { return call(); }, close_late));
+    return opening(nullptr, [own, call = std::move(call)] { return call(); });
   });
 }
 
 int TimedCalls::close(int fd) {
   {
     const Lock lock(mutex_);
-    if (std::erase(busy_, fd) > 0) {
+    if (const auto use = uses_.extract(fd); !use.empty() && use.mapped().left) {
       errno = ETIMEDOUT;
       return -1;
     }
   }
   const auto close = [fd] { return Syscalls().close(fd); };
-  if (patience_.load().count() > 0) return static_cast<int>(with_errno(make(close)));
+  if (!left_one_) return static_cast<int>(with_errno(make(close)));
   try {  // or what failed would keep its space until the process ends
-    free_caller()->make_last(close);
+    std::thread(close).detach();
   } catch (const std::exception&) {
   }
   errno = ETIMEDOUT;
@@ -179,27 +165,22 @@ std::shared_ptr<Caller> Caller::start() {
   return made;
 }
 
-Caller::Returned Caller::make(Call call, Late late, Time until) noexcept {
+Descriptor::~Descriptor() {
+  if (fd >= 0) ::close(fd);
+}
+
+Caller::Returned Caller::make(Call call, Time until) noexcept {
   const Lock lock(mutex_);
   call_ = std::move(call);
-  late_ = std::move(late);
   done_.reset();
   changed_.notify_all();
   while (!done_ && changed_.wait_until(mutex_, until)) {
   }
   if (done_) return *done_;
   left_ = true;  // the thread ends with the call
-  if (std::exchange(call_, nullptr) && late_) late_(-1);
+  call_ = nullptr;
   changed_.notify_all();
   return {-1, ETIMEDOUT, true};
-}
-
-void Caller::make_last(Call call) noexcept {
-  const Lock lock(mutex_);
-  call_ = std::move(call);
-  late_ = nullptr;
-  left_ = true;
-  changed_.notify_all();
 }
 
 void Caller::leave() noexcept {
@@ -229,7 +210,6 @@ void Caller::work() noexcept {
     call = nullptr;  // what it owns is gone before anybody learns that it returned
     mutex_.lock();
     done_ = now;
-    if (left_ && late_) late_(now.result);
     changed_.notify_all();
   }
   mutex_.unlock();

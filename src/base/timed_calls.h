@@ -9,6 +9,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,7 +28,6 @@ namespace shardow::base {
 class Caller {
  public:
   using Call = std::function<ssize_t()>;  ///< owns what it uses; one that throws has failed with ENOMEM
-  using Late = std::function<void(ssize_t)>;
 
   struct Returned {
     ssize_t result;
@@ -38,11 +38,8 @@ class Caller {
   /// Throws std::system_error where the machine refuses a thread, std::bad_alloc where it has no memory for one.
   static std::shared_ptr<Caller> start();
 
-  /// `late`: called with the result, where nobody waited for that; with -1 where the call was not even made.
-  Returned make(Call call, Late late, Time until) noexcept;
-
-  /// A last call, which nobody waits for.
-  void make_last(Call call) noexcept;
+  /// Returns once the call has returned and what it owned is gone, or at `until`.
+  Returned make(Call call, Time until) noexcept;
 
   /// The thread ends.
   void leave() noexcept;
@@ -53,9 +50,17 @@ class Caller {
   Mutex mutex_;
   Condition changed_;
   Call call_ SHARDOW_GUARDED_BY(mutex_);
-  Late late_ SHARDOW_GUARDED_BY(mutex_);
   std::optional<Returned> done_ SHARDOW_GUARDED_BY(mutex_);
   bool left_ SHARDOW_GUARDED_BY(mutex_) = false;
+};
+
+/// A share of an open file: the last one closes it, where it has its number.
+struct Descriptor {
+  int fd = -1;
+  Descriptor() = default;
+  ~Descriptor();
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
 };
 
 /// A system call that changes what lies at these paths, for as long as it may. Made and destroyed on any thread.
@@ -105,10 +110,10 @@ Caller::Call bound(Result (Syscalls::*call)(Args...), std::type_identity_t<Args>
 
 /// The machine's own calls: one that has not returned after `patience` fails with ETIMEDOUT, and goes on where nobody
 /// looks. What it reads or looks up is its own by then; of the memory that it writes to a file, a draft, it may still
-/// read. Its descriptor is closed when it returns, and refused until then. A call that changes names may do so hours
-/// later: may_still_change() says where. The next one that does not return costs a moment, and after
-/// that none is made any more but closing, which nobody waits for then. Where there is no memory for a call it fails
-/// with ENOMEM, and closing is done all the same: nothing here throws. Threads may share one.
+/// read. Its descriptor is closed when it returns, and what it opens late at once. A call that changes names may do so
+/// hours later: may_still_change() says where. After it none is made any more but closing, which nobody waits for
+/// then. Where there is no memory for a call it fails with ENOMEM, and closing is done all the same: nothing here
+/// throws. Threads may share one.
 class TimedCalls : public Syscalls {
  public:
   explicit TimedCalls(std::chrono::milliseconds patience) : patience_(patience) {}
@@ -173,19 +178,24 @@ class TimedCalls : public Syscalls {
     });
   }
 
+  /// Of a descriptor, from the first call that has it until it is closed.
+  struct Use {
+    std::weak_ptr<Descriptor> calls;  ///< those under way have a share
+    bool left = false;                ///< to one of them, which closes it
+  };
+
   static ssize_t with_errno(const Returned& returned) noexcept;  ///< as a system call does
-  Returned make(Call call, Caller::Late late = {});
-  ssize_t changing(const std::shared_ptr<NameChange>& change, Call call, Caller::Late late = {});
+  Returned make(Call call);
+  ssize_t changing(const std::shared_ptr<NameChange>& change, Call call);
+  ssize_t opening(std::shared_ptr<NameChange> change, Call call);
   std::shared_ptr<Caller> free_caller();
 
-  std::atomic<std::chrono::milliseconds> patience_;
+  const std::chrono::milliseconds patience_;
   std::atomic<bool> left_one_{false};
   Mutex mutex_;
   size_t num_callers_ SHARDOW_GUARDED_BY(mutex_) = 0;  ///< for so many there is room in free_
-  size_t num_on_ SHARDOW_GUARDED_BY(mutex_) = 0;  ///< for so many more, calls on descriptors, there is room in busy_
   std::vector<std::shared_ptr<Caller>> free_ SHARDOW_GUARDED_BY(mutex_);
-  std::vector<int> busy_
-      SHARDOW_GUARDED_BY(mutex_);  ///< descriptors that a call has which nobody waits for any more: it closes them
+  std::map<int, Use> uses_ SHARDOW_GUARDED_BY(mutex_);
 };
 
 /// Whether a call of this process that was left has not returned yet, and may change what lies at `path`, or in it,

@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <filesystem>
+#include <future>
 #include <thread>
 
 #include "base/folder_fixture.h"
@@ -58,6 +59,9 @@ class Slow : public TimedCalls {
   using TimedCalls::TimedCalls;
   ssize_t write(int fd) {
     return on(fd, [fd] { return ::write(fd, "y", 1); });
+  }
+  ssize_t wait(int fd, const std::shared_future<void>& go) {
+    return on(fd, [go]() -> ssize_t { return go.wait(), 0; });
   }
 };
 
@@ -115,7 +119,8 @@ TEST_F(TimedCallsTest, ThatWereLeftMayChangeTheirNamesUntilTheyReturn) {
   for (int i = 0; i < 1000 && may_still_change(fifo_); ++i) std::this_thread::sleep_for(milliseconds(10));
   EXPECT_FALSE(may_still_change(fifo_));
   ::close(other);
-  EXPECT_EQ(calls.mkdir((folder_ / "new").c_str(), 0700), 0);
+  TimedCalls next(milliseconds(10'000));
+  EXPECT_EQ(next.mkdir((folder_ / "new").c_str(), 0700), 0);
   EXPECT_FALSE(may_still_change(folder_ / "new"));  // it was waited for
 }
 
@@ -139,10 +144,8 @@ TEST_F(TimedCallsTest, ReadAndListAndRename) {
   EXPECT_EQ(errno, ENOENT);
 }
 
-TEST_F(TimedCallsTest, AreGivenAMomentAndThenNotMadeAnyMore) {
+TEST_F(TimedCallsTest, AreNotMadeAnyMoreAfterOneThatDidNotReturn) {
   TimedCalls calls(milliseconds(1000));
-  EXPECT_EQ(calls.open(fifo_.c_str(), O_WRONLY, 0), -1);
-  EXPECT_EQ(calls.mkdir((folder_ / "answers").c_str(), 0700), 0);  // storage that does answer
   EXPECT_EQ(calls.open(fifo_.c_str(), O_WRONLY, 0), -1);
   const auto path = folder_ / "refused";
   EXPECT_EQ(calls.mkdir(path.c_str(), 0700), -1);
@@ -162,9 +165,26 @@ TEST_F(TimedCallsTest, LeaveADescriptorToTheCallThatHasIt) {
   EXPECT_TRUE(is_closed_soon(pipe.end()));
 }
 
+TEST_F(TimedCallsTest, CloseADescriptorWhenTheLastOfThoseThatHaveItReturns) {
+  const int fd = ::open(folder_.c_str(), O_RDONLY | O_DIRECTORY);
+  Slow calls(milliseconds(1000));
+  std::array<std::promise<void>, 2> go;
+  std::array<std::thread, 2> threads;
+  for (size_t i = 0; i < 2; ++i) {
+    threads[i] = std::thread([&, i] { EXPECT_EQ(calls.wait(fd, go[i].get_future().share()), -1); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(calls.close(fd), -1);
+  go[1].set_value();
+  std::this_thread::sleep_for(milliseconds(200));
+  EXPECT_TRUE(is_open(fd));  // the other call may use it
+  go[0].set_value();
+  EXPECT_TRUE(is_closed_soon(fd));
+}
+
 TEST_F(TimedCallsTest, RefuseADescriptorThatACallHasAndCloseOthersWhereNothingElseIsMadeAnyMore) {
   const FullPipe pipe;
-  Slow calls(milliseconds(400));  // less than a moment: the next one is not made any more
+  Slow calls(milliseconds(400));
   const int other = calls.open((folder_ / "other").c_str(), O_WRONLY | O_CREAT, 0600);
   ASSERT_EQ(calls.flock(other, LOCK_EX | LOCK_NB), 0);
   EXPECT_EQ(calls.write(pipe.end()), -1);

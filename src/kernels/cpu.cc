@@ -43,13 +43,25 @@ void fetch(const Chunk& chunk, int num_averages) {
   }
 }
 
+template <class P, class S>
+int64_t update_as(const Chunk& chunk, const Step& step) {
+  return update_row(Row<P, S>(chunk, step));
+}
+
+/// The update of a chunk of these dtypes, a function that takes its arguments in registers: a lambda per chunk would
+/// read what it captures from memory, which costs a small chunk a tenth of its time.
+auto update_for(DType parameter_dtype, DType average_dtype) {
+  decltype(&update_as<float, float>) chosen = nullptr;
+  with_dtype(parameter_dtype,
+             [&]<class P>() { with_dtype(average_dtype, [&]<class S>() { chosen = &update_as<P, S>; }); });
+  return chosen;
+}
+
 Tally update(std::span<const Chunk> chunks, const Step& step) {
   Tally tally;
   for (size_t c = 0; c < chunks.size(); ++c) {
     if (c + kAhead < chunks.size()) fetch(chunks[c + kAhead], step.num_averages);
-    with_dtype(chunks[c].parameter_dtype, [&]<class P>() {
-      with_dtype(chunks[c].average_dtype, [&]<class S>() { add(tally, update_row(Row<P, S>(chunks[c], step)), c); });
-    });
+    add(tally, update_for(chunks[c].parameter_dtype, chunks[c].average_dtype)(chunks[c], step), c);
   }
   return tally;
 }

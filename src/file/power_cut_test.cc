@@ -206,19 +206,21 @@ TEST_F(PowerCut, LeavesOneAlsoWhereTheSaveBeforeFailedOrItsEndWasNotFlushed) {
   }
 }
 
-/// Which of the flushes of a save a call is.
-enum class Flush { kData, kHeader, kLength, kDraft, kParent };
+/// Which of the flushes of a save a call is. kName: of the name of a directory that was there, which here is on the
+/// disk already; simulated runs have others.
+enum class Flush { kData, kHeader, kLength, kDraft, kParent, kName };
 
 std::vector<Flush> flushes_of(const Recording& recording, const std::vector<size_t>& which) {
   std::map<int, int> left;
   for (const size_t i : which) left[recording.calls[i].node] += recording.calls[i].machine == 0 ? 1 : 0;
-  const bool in_place = left.count(0) == 0;  // the last flush is of the directory itself then
+  const bool in_place = recording.calls[which.back()].node != 0;  // the last flush is of the directory itself then
   std::vector<Flush> flushes;
   for (const size_t i : which) {
     const Call& call = recording.calls[i];
     const std::string& path = recording.paths.at(call.node);
     const int after = call.machine == 0 ? --left[call.node] : 2;
-    flushes.push_back(call.node == 0 || (in_place && i == which.back()) ? Flush::kParent
+    flushes.push_back(call.node == 0 && in_place                          ? Flush::kName
+                      : call.node == 0 || (in_place && i == which.back()) ? Flush::kParent
                       : !path.ends_with(".safetensors") && path.find(".safetensors.") == std::string::npos
                           ? Flush::kDraft
                       : after == 0 ? Flush::kLength

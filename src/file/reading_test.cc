@@ -218,6 +218,7 @@ flush model/.model-00002-of-00003.st.N.tmp
 flush model/.model-00002-of-00003.st.N.tmp
 flush model/.model-00003-of-00003.st.N.tmp
 flush model/.model-00003-of-00003.st.N.tmp
+flush .
 rename model/.model-00001-of-00003.st.N.tmp > model/model-N-00001-of-00003.st
 rename model/.model-00002-of-00003.st.N.tmp > model/model-N-00002-of-00003.st
 rename model/.model-00003-of-00003.st.N.tmp > model/model-N-00003-of-00003.st
@@ -239,6 +240,7 @@ rename model/.model.st.N.tmp > model/.model.st.N.tmp
 flush model/.model.st.N.tmp
 flush model/.model.st.N.tmp
 flush model/.model.st.N.tmp
+flush .
 rename model/.model.st.N.tmp > model/model.st
 make model/.model.st.index.json.N.tmp
 flush model/.model.st.index.json.N.tmp
@@ -259,6 +261,7 @@ rename model/.model.st.N.tmp > model/.model.st.N.tmp
 flush model/.model.st.N.tmp
 flush model/.model.st.N.tmp
 flush model/.model.st.N.tmp
+flush .
 rename model/.model.st.N.tmp > model/model.st
 flush model
 remove .model.lock.tmp
@@ -279,6 +282,7 @@ flush model/.model-00002-of-00003.st.N.tmp
 flush model/.model-00002-of-00003.st.N.tmp
 flush model/.model-00003-of-00003.st.N.tmp
 flush model/.model-00003-of-00003.st.N.tmp
+flush .
 link model/.model-00001-of-00003.st.N.tmp > model/model-00001-of-00003.st
 link model/.model-00002-of-00003.st.N.tmp > model/model-00002-of-00003.st
 link model/.model-00003-of-00003.st.N.tmp > model/model-00003-of-00003.st

@@ -184,14 +184,15 @@ Staging::Staging(Target& target, Sizes files, bool several_hosts, Until until)
   lock_ = std::make_unique<PathLock>(target.path, until);  // 2a
   check_target(target, files_);
   target.in_place = target.directory && look_at(target.path);
-  const Path at = target.in_place ? target.path : folder;
   try {  // 2b
-    Leavings left(target.path, *lock_, base::space_at(at).local);
+    Leavings left(target.path, *lock_, base::space_at(target.in_place ? target.path : folder).local);
     left.clear_beside();
+    target.in_place = target.directory && look_at(target.path);  // a rename that was left may be done until here
     first_ = target.in_place && !left.clear_inside() && !listing_in(target.path, target.list_name.c_str());
   } catch (const std::exception&) {  // they stay, and the next save tries again
     first_ = false;
   }
+  const Path at = target.in_place ? target.path : folder;
   int64_t needed = 0;  // 2c
   for (const auto& [name, bytes] : files_) needed += bytes;
   const base::Space space = base::space_at(at);
@@ -312,6 +313,7 @@ std::set<std::string> Staging::replaced_by(const std::vector<std::string>& names
 }
 
 std::vector<std::string> Staging::commit_in_directory(const Texts& texts) {
+  base::sync(parent_of(target_.path));  // 6a: who made the directory may not have flushed its name
   const bool listed = is_listed();
   std::vector<std::string> names;
   for (size_t i = 0; i < files_.size(); ++i) names.push_back(listed ? put(i) : files_[i].first);  // 6a

@@ -85,8 +85,8 @@ TEST(Simulate, EverySaveIsTheOldOneOrTheNewOneAndEveryRankKnowsWhich) {
 
 /// They found what was mended since.
 TEST(Simulate, SeedsThatOnceFailed) {
-  for (const uint64_t seed :
-       {1005985u, 1006630u, 1029963u, 960u, 1476u, 2112224u, 4021336u, 5359192u, 5507676u, 8037268u, 11309708u})
+  for (const uint64_t seed : {1005985u, 1006630u, 1029963u, 960u, 1476u, 2112224u, 4021336u, 5359192u, 5507676u,
+                              8037268u, 11309708u, 60022677u, 60024452u})
     EXPECT_EQ(wrong(seed), "") << seed;
 }
 

@@ -4,7 +4,7 @@
 2. own parts are exchanged: ``Average.swap_in``, which happens whole or not at all
 3. ``Average.share``; replicas send each other the parts that they own
 4. the block, or what lies between swap_in() and swap_out()
-5. ranks meet and tell how they fared; one that failed waits a moment, and goes on
+5. ranks meet and tell how they fared
 6. own parts are taken back, replicas send theirs where anybody has shared, memory that moved is followed,
    ``Average.settle``
 
@@ -13,8 +13,9 @@ are told too of one that comes before signals are held; of one in the few lines 
 before the call, they learn from this rank's next collective call, or at their deadline.
 
 What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be
-repeated. Without replicas step 6 comes before 5. With them it needs all ranks: a rank whose block raised while others
-are still in theirs leaves the averages where they are, and says so; restore() is step 6 then.
+repeated. Without replicas step 6 comes before 5, and a rank that failed waits for nobody. With them it needs all ranks:
+past the deadline, or where one is gone, the averages stay where they are, and the error says so; restore() is step 6
+then.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator
 class Swap(SwapMemory):
     """One EMA's. ``splits``: replicas own parts of each other's weights. The engine alone knows whether and how far
     anything is swapped; ``_why`` explains it."""
+
+    has_teacher = False
 
     def __init__(
         self, engine: _core.Average, streams: Streams, tracked: list[Tracked], view: ModelView, team: Team, splits: bool
@@ -202,6 +205,8 @@ class Swap(SwapMemory):
     # ---- in
 
     def _ready(self) -> list[Exchange]:
+        if self.has_teacher:
+            raise invalid("swapped(): the averages are the teacher's weights; call the teacher")
         self.ready("swapped()")
         self._view.refuse_written()
         swap_guard.refuse_foreign("swapped()", self.weights, self, writes=True)

@@ -1,5 +1,5 @@
-"""How ranks that leave a swap meet: each tells how it fared. A rank that failed does not wait for those that are still
-inside; it leaves a note, which they find when they come."""
+"""How ranks that leave a swap meet: each tells how it fared. A rank that failed leaves a note, which the others find
+when they come; it waits for them, until the deadline, where it needs the parts that they own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardow.ranks.team import Team
 
 LEAVING = "leaving swapped()"
 
-_GRACE = 1.0  # seconds that a rank with an error waits for the others, so that all get their weights back
+_GRACE = 1.0  # seconds for those who may be coming, where another has left
 _LONGEST = 2000  # characters of an error that travel to other ranks
 
 
@@ -49,9 +49,9 @@ class Meeting:
         if self._team.size == 1:
             return [status]
         began = time.monotonic()
-        if status.failure:
+        if status.failure and not status.shared:
             self.note(status.failure)
-            patience = _GRACE if status.shared else 0.0
+            patience = 0.0
         elif self._team.noted(self._key):
             patience = _GRACE
         else:
@@ -63,6 +63,7 @@ class Meeting:
             ]
         except errors.Error as missing:  # or another rank is in another call
             if status.failure:
+                self.note(status.failure)
                 return None
             note = self._team.noted(self._key)
             raise errors.make("peer_failed", note) if note else missing from None

@@ -28,6 +28,9 @@ MOVED = KINDS if os.environ.get("SHARDOW_ALL") else KINDS[:2]
 SPLIT = ("ddp", "hsdp")
 
 
+LINGER = 2.5  # seconds in the block
+
+
 class _Broken(RuntimeError):
     pass
 
@@ -69,19 +72,20 @@ def raises(ema: shardow.EMA, ranks_: tuple[int, ...], linger: float = 0.0) -> No
         time.sleep(linger)
 
 
-def block_that_raises(kind: str) -> list[Any]:
-    model, ema = trained(kind)
+def block_that_raises(kind: str, timeout: float) -> list[Any]:
+    """``timeout``: less than the others stay inside after rank 1 has raised, or more."""
+    model, ema = trained(kind, timeout)
     weights, held = local(ema), averages(ema)
 
     all_raise = outcome(lambda: raises(ema, tuple(range(dist.get_world_size()))))
     assert same(local(ema), weights)
 
     began = time.monotonic()
-    one_raises = outcome(lambda: raises(ema, (1,), linger=2.5))
+    one_raises = outcome(lambda: raises(ema, (1,), linger=LINGER))
     seconds = time.monotonic() - began
     there = averages_of(ema).engine.swapped
     refused = [outcome(call) for call in (ema.update, ema.state_dict, ema.swap_out)] if there else []
-    assert there == (kind in SPLIT)
+    assert there == (kind in SPLIT and timeout < LINGER)
     if there:
         ema.restore()
     assert same(local(ema), weights)
@@ -99,19 +103,24 @@ def block_that_raises(kind: str) -> list[Any]:
     return [all_raise, one_raises, seconds, refused]
 
 
-@pytest.mark.parametrize(("kind", "world"), KINDS)
-def test_a_block_that_raises_raises_at_once_and_the_others_learn_of_it_when_they_leave(kind: str, world: int) -> None:
-    for rank, (all_raise, one_raises, seconds, refused) in enumerate(ranks.run(world, block_that_raises, kind)):
+@pytest.mark.parametrize(
+    ("kind", "world", "timeout"), [(*one, 20.0) for one in KINDS] + [(*one, 1.5) for one in KINDS if one[0] in SPLIT]
+)
+def test_a_rank_whose_block_raises_waits_for_replicas_that_hold_its_parts_and_the_others_learn_of_it_when_they_leave(
+    kind: str, world: int, timeout: float
+) -> None:
+    for rank, found in enumerate(ranks.run(world, block_that_raises, kind, timeout)):
+        all_raise, one_raises, seconds, refused = found
         assert all_raise == ("_Broken", f"on rank {rank}")
         if rank == 1:
             assert one_raises[0] == "_Broken"
             assert one_raises[1].startswith("on rank 1")
-            assert seconds < 2.5
+            assert (seconds < LINGER) == (kind not in SPLIT or timeout < LINGER)
         else:
             assert one_raises[0] == "PeerFailedError"
             assert "rank 1 left swapped() with _Broken: on rank 1" in one_raises[1]
             assert "rank == 0" not in one_raises[1]
-        if kind in SPLIT:
+        if kind in SPLIT and timeout < LINGER:
             assert "restore()" in one_raises[1]
             for error, message in refused:
                 assert error == "InvalidArgumentError"

@@ -19,6 +19,7 @@ from shardow.averages.core import Averages
 from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
 from shardow.averages.state_dict import Decay, OptionsFrom
 from shardow.averages.swap import Block
+from shardow.averages.teacher import Begin, Names, Teacher
 from shardow.averages.tracked import Source
 from shardow.base.checks import number, whole
 from shardow.base.progress import Progress
@@ -77,6 +78,11 @@ class EMA:
         ring_bytes: pinned host memory through which weights on devices reach averages on the host; shared by this
             rank's devices.
         optimizer: attach() to it.
+        averages: a teacher: a module sharded as ``model`` is, or {name: tensor}, whose tensors are the averages, in
+            their dtype; there are no others. Call it between updates. With replicas (DDP, HSDP) ``replicas="copy"``;
+            not swapped. Buffers as ``buffers`` says, in the teacher's own; frozen weights are the model's, once.
+        names: a function, or a mapping, of names in the model to names in the teacher, where they differ.
+        begin: "student": the teacher begins as the model; "teacher": it keeps its values.
         timeout: seconds or timedelta, the deadline of every collective call; None: the process group's own.
         momentum: refused: it would be 1 - decay in one library, and decay in another.
 
@@ -108,6 +114,9 @@ class EMA:
         overlap: bool = False,
         ring_bytes: int = 128 << 20,
         optimizer: torch.optim.Optimizer | None = None,
+        averages: nn.Module | Mapping[str, torch.Tensor] | None = None,
+        names: Names | None = None,
+        begin: Begin = "student",
         timeout: float | timedelta | None = None,
         momentum: None = None,
     ) -> None:
@@ -116,7 +125,8 @@ class EMA:
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step,
             "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
-        self._averages = Averages(model, decay, asked, source, group, timeout)
+        teacher = None if averages is None else Teacher(averages, names, begin)
+        self._averages = Averages(model, decay, asked, source, group, timeout, teacher)
         self._attached = Attachments(self._averages.update_attached)
         if optimizer is not None:
             self.attach(optimizer)
@@ -177,6 +187,8 @@ class EMA:
             ValueError: attached to this optimizer already. TypeError: no optimizer. And in ``step()``, before it, where
                 the weights are swapped.
         """
+        if self._averages.teacher is not None:
+            self._averages.teacher.refuse_optimizer(optimizer)
         return self._attached.add(optimizer, samples)
 
     def detach(self) -> None:
@@ -195,10 +207,10 @@ class EMA:
         Weights whose memory moved inside (``model.to()``, ``load_state_dict(assign=True)``) are put where the model has
         them now; with a RuntimeWarning where they were cast.
 
-        An exception of the block is raised at once, on its rank. Other ranks get a ConnectionError that names it when
-        they leave theirs. Where replicas hold parts of each other's weights (DDP, HSDP with ``replicas="split"``) and
-        some ranks were still inside, the model keeps the averages, all other calls say so, and restore() on every rank
-        brings the weights back.
+        An exception of the block is raised on its rank, at once; other ranks get a ConnectionError that names it when
+        they leave theirs. Where replicas hold parts of each other's weights (DDP, HSDP with ``replicas="split"``), that
+        rank waits for the others first, until the deadline. Past it the model keeps the averages, all other calls say
+        so, and restore() on every rank brings the weights back.
 
         Raises:
             ValueError: nested; the same weights hold another EMA's averages; replicas differ; or, on leaving, with

@@ -178,7 +178,7 @@ class TimedCalls : public Syscalls {
     });
   }
 
-  /// Of a descriptor, from the first call that has it until it is closed.
+  /// Kept for a descriptor from the first call that has it until it is closed.
   struct Use {
     std::weak_ptr<Descriptor> calls;  ///< those under way have a share
     bool left = false;                ///< to one of them, which closes it

@@ -21,10 +21,10 @@ from shardow.averages import state as _state
 from shardow.averages.attach import Samples
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.lineage import Lineage
-from shardow.averages.options import Options, make_options
-from shardow.averages.replicas import Exchange
-from shardow.averages.shares import share_out
+from shardow.averages.options import make_options
+from shardow.averages.replicas import Exchange, share_out
 from shardow.averages.swap import Swap
+from shardow.averages.teacher import Teacher
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.files.reading import choose
@@ -33,7 +33,7 @@ from shardow.model.local import LocalTensor, oddity
 from shardow.model.swap_guard import read, refuse_foreign
 from shardow.model.view import find
 from shardow.ranks.gather import Gatherer, Part
-from shardow.ranks.team import Team
+from shardow.ranks.team import Joint, Team
 
 T = TypeVar("T")
 Facts = Mapping[str, Any]  # JSON values by name
@@ -49,12 +49,14 @@ class Averages:
     def __init__(
         self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None,
         group: dist.ProcessGroup | None, timeout: float | timedelta | None,
+        teacher: Teacher | None = None,
     ) -> None:  # fmt: skip
         """``asked``: what make_options() takes beside the decay. Collective."""
         self.arguments = {**asked, "source": source, "timeout": timeout}
         self.view = find(model, group=group, odd=True)
         self.team = Team(self.view.process_group, seconds(timeout))
-        self.team.same("EMA(...)", lambda: self._build(make_options(decay=decay, **asked), source), "EMA")
+        self.teacher = teacher
+        self.team.same("EMA(...)", lambda: self._build({"decay": decay, **asked}, source), "EMA")
         self.offloaded = any(one.is_offloaded for one in self.tracked)
         arenas = {one.arena for one in self.tracked}
         self.streams = Streams(
@@ -66,19 +68,27 @@ class Averages:
         if self.team.size > 1:
             check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
+        self.swap.has_teacher = teacher is not None
         self.lineage: Lineage | None = None  # once snapshots are taken, or a state was loaded of a run that took some
         # By directory; forgotten where the counters are replaced.
         self.snapshots: dict[Path, Any] = {}
         self._warned = False
+        if teacher is not None:
+            teacher.start(self.begin, self.wait if self.options.overlap else None)
 
     @torch.inference_mode(False)  # where averages would become tensors that nobody may write
-    def _build(self, options: Options, source: Mapping[str, Source] | None) -> Facts:
+    def _build(self, asked: dict[str, Any], source: Mapping[str, Source] | None) -> Facts:
         """Returns what must be equal on all ranks."""
-        self.options, self.keys = options, _core.decay_keys(options.schedules)
         self.view.reshard()
-        self.tracked = tracked = track(options.chosen(self.view), options, source)
+        give = None
+        if self.teacher is not None:
+            asked["dtype"], give = self.teacher.find(self.view), self.teacher.take
+        options = make_options(**asked)
+        self.options, self.keys = options, _core.decay_keys(options.schedules)
+        self.tracked = tracked = track(options.chosen(self.view), options, source, give)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
-        chosen = options.engine(alone=self.team.size == 1, offloaded=all(one.is_offloaded for one in tracked))
+        offloaded = all(row.is_offloaded for row in tracked)
+        chosen = options.engine(self.team.size == 1, offloaded, keep_values=give is not None)
 
         def make() -> _core.Average:  # the views are its own
             averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(self.keys))]
@@ -142,7 +152,7 @@ class Averages:
 
         way_out = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
         states = self.state_round(what, facts)
-        self.in_force(states.state_of_all(check_equal(what, find, self.team, way_out, states)))
+        self.in_force(states.state_of_all(*check_equal(what, find, self.team, way_out, states)))
         return self.keys.index(facts["decay"])
 
     def state_round(self, what: str, facts: Facts) -> _state.StateRound:
@@ -174,7 +184,7 @@ class Averages:
             return chain(common, (common_of(one) for one in others() if one in weights))
 
         states = self.state_round(what, facts)
-        return HandOut(self, what, find, states, texts)
+        return HandOut(self, EqualCopies(what, find, self.team, DIFFERENT_WEIGHTS), states, texts)
 
     def ready_to_hand_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
@@ -240,10 +250,12 @@ class Averages:
         self.ready_to_update()
         if not (self.options.overlap or self.offloaded):
             self._warn_of(update())
+            self._written()
             return
         read(self.swap)
         try:
             self._warn_of(update())
+            self._written()
         finally:
             if not attached or self.options.averages_buffers:
                 self.swap.finish_reading()
@@ -274,8 +286,15 @@ class Averages:
         """update() by somebody else's schedule: the surfaces of other libraries have their own."""
         self._begin_update(lambda: self.engine.update_by([(decay, weight)]))
 
+    def _written(self) -> None:
+        """The averages were, or are being in the background."""
+        if self.teacher is not None:
+            self.teacher.written()
+
     def ready_to_update(self) -> None:
         self.swap.ready_to_update()
+        if self.teacher is not None:
+            self.teacher.refuse_moved()
         self.unfrozen.look()
         self.swap.gather()
 
@@ -313,6 +332,7 @@ class Averages:
         """Counters have been replaced: what snapshots are taken from here on is said anew."""
         self.snapshots.clear()
         self.lineage = lineage
+        self._written()
 
     # ---- their values
 
@@ -405,6 +425,8 @@ class Averages:
 
     def to_copy(self, how: str) -> tuple[nn.Module, dict[str, Any]]:
         self.swap.refuse("copying")
+        if self.teacher is not None:
+            raise unsupported(f"an EMA can't be {how} whose averages are a teacher's; make an EMA of copies of both")
         if self.view.process_group is not None:
             way_out = "Save it with save(), or take its state_dict() and load that into another EMA of such a model"
             raise unsupported(
@@ -413,19 +435,21 @@ class Averages:
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}
 
 
-class HandOut(EqualCopies):
+class HandOut(Joint):
     """A round before one rank's averages stand for all that hold the same; see Averages.hand_out()."""
 
     def __init__(
-        self, averages: Averages, what: str, find: Callable[[], Iterable[Common | None]], states: _state.StateRound,
+        self, averages: Averages, copies: EqualCopies, states: _state.StateRound,
         texts: Callable[[str], list[dict[str, str]]],
     ) -> None:  # fmt: skip
-        super().__init__(what, find, averages.team, DIFFERENT_WEIGHTS, states)
-        self._averages, self._states, self._texts = averages, states, texts
+        super().__init__(copies, states)
+        self._averages, self._copies, self._states, self._texts = averages, copies, states, texts
 
     def state_of_all(self, total: bytes) -> str:
         """Returns the state of all ranks. Raises on every rank where ranks differ. Collective."""
-        return self._averages.in_force(self._states.state_of_all(self.of_all(total)))
+        copies, states = self.totals(total)
+        self._copies.taken(copies)
+        return self._averages.in_force(self._states.state_of_all(states))
 
-    def texts(self, total: bytes) -> list[dict[str, str]]:
+    def taken(self, total: bytes) -> list[dict[str, str]]:
         return self._texts(self.state_of_all(total))

@@ -71,7 +71,7 @@ class Options:
             chosen += buffers
         return chosen
 
-    def engine(self, alone: bool, offloaded: bool) -> _core.AverageOptions:
+    def engine(self, alone: bool, offloaded: bool, keep_values: bool) -> _core.AverageOptions:
         """``alone``: no other rank would wait for one that raises in an update. ``offloaded``: all averages are, which
         the engine keeps in the background anyway; a step would wait for the whole of an overlapped update."""
         holds = self.nonfinite == "raise" and not alone
@@ -81,7 +81,7 @@ class Options:
             schedules=self.schedules, dtype=DTYPES[self.dtype], rule=getattr(_core.Rule, self.rule),
             rounding=getattr(_core.Rounding, self.rounding), non_finite=getattr(_core.NonFinite, non_finite),
             update_every=self.update_every, start_step=self.start_step, seed=self.seed, num_threads=self.threads,
-            overlap=self.overlap and not offloaded, ring_bytes=self.ring_bytes,
+            overlap=self.overlap and not offloaded, ring_bytes=self.ring_bytes, keep_values=keep_values,
         )  # fmt: skip
 
 

@@ -270,19 +270,14 @@ class _FileLoad(engine.Load):
         self, averages: Averages, path: paths.StrPath, strict: bool, verify: bool, options: OptionsFrom
     ) -> None:
         self._averages, self._path, self._options, self._strict = averages, path, options, strict
-        facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
-        self._same = SameFacts("load()", facts)
+        self._facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
 
-    def words(self) -> bytes:
+    def look(self) -> SameFacts:
         self._averages.swap.refuse("load()")
         one_of("options", self._options, ("file", "own"))
         self._where = paths.to_read(self._path)
         self.taking = Taking(self._averages, self._options)
-        self._same.facts["path"] = self._where
-        return self._same.words()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._same.sum_up(by_rank)
+        return SameFacts("load()", {**self._facts, "path": self._where})
 
     def find(self) -> tuple[str, list[str], bytes]:
         return self._where, self.taking.loading.names_at(self._where), b""
@@ -310,7 +305,7 @@ def to_save_beside(
     if averages.team.size < savers.size:  # each rank of its own: they must have the same
         rows = averages.tracked_weights()
         states = _state.StateRound(what, savers, averages.engine.state, {})
-        total = check_equal(
+        (total,) = check_equal(
             what, lambda: [common_of(row.local, average) for row in rows for average in row.averages], savers,
             DIFFERENT_WEIGHTS, states,
         )  # fmt: skip

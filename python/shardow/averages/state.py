@@ -20,7 +20,7 @@ from shardow.model.match import Fit, compare
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView
 from shardow.ranks import gather
-from shardow.ranks.team import Team
+from shardow.ranks.team import Team, Words
 
 HINT = "strict=False takes what there is"
 
@@ -174,9 +174,9 @@ def copy_streamed(gatherer: gather.Gatherer, target: ModelView) -> None:
     target.reshard()
 
 
-class StateRound:
-    """A round in which ranks compare the states of their averages, beside what else it is for. ``state()``: this
-    rank's own. ``facts``: what must be equal on all ranks too; read after ``state()``."""
+class StateRound(Words):
+    """The states of ranks' averages. ``state()``: this rank's own. ``facts``: what must be equal on all ranks too; read
+    after ``state()``."""
 
     def __init__(self, what: str, team: Team, state: Callable[[], str], facts: Mapping[str, Any]) -> None:
         self._what, self._team, self._state, self._facts = what, team, state, facts

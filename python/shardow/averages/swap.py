@@ -13,30 +13,118 @@ are told too of one that comes before signals are held; of one in the few lines 
 before the call, they learn from this rank's next collective call, or at their deadline.
 
 What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be
-repeated. Without replicas step 6 comes before 5, and a rank that failed waits for nobody. With them it needs all ranks:
-past the deadline, or where one is gone, the averages stay where they are, and the error says so; restore() is step 6
-then.
+repeated. Without replicas step 6 comes before 5, and a rank that failed does not wait. With them it needs all ranks:
+past the deadline, or where one is gone, the averages stay in the model, which the error says; restore() is step 6 then.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
 from shardow import _core, errors
 from shardow.averages.cuda_streams import Streams
 from shardow.averages.replicas import Exchange
-from shardow.averages.swap_meeting import LEAVING, Meeting, Status, noted_in, text_of
 from shardow.averages.swap_memory import Move, SwapMemory, find_moves, warn_of_casts, warn_of_writes
 from shardow.averages.tracked import Tracked
-from shardow.base.checks import invalid
+from shardow.base.checks import invalid, warn
 from shardow.base.signals import uninterrupted
 from shardow.model import swap_guard
 from shardow.model.view import ModelView
 from shardow.ranks.team import Team
+
+# ---- how ranks that leave a swap meet: each tells how it fared. A rank that failed leaves a note, which the others
+# find when they come; it waits for them, until the deadline, where it needs the parts that they own.
+
+LEAVING = "leaving swapped()"
+
+_GRACE = 1.0  # seconds for those who may be coming, where another has left
+_LONGEST = 2000  # characters of an error that travel to other ranks
+
+
+class Status(NamedTuple):
+    """What a rank tells. ``shared``: it needs other ranks' parts; ``error``: what ended its block; ``refusal``: why its
+    weights can't be put back."""
+
+    shared: bool
+    error: str | None = None
+    refusal: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        return self.error or self.refusal
+
+
+class Meeting:
+    """Of one swap. Made by all ranks together."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._key = f"swap {team.rounds}"  # equal on all ranks, which have just met
+
+    def note(self, failure: str) -> None:
+        """For ranks that come later; waits for nobody."""
+        self._team.note(self._key, f"rank {self._team.rank} left swapped() with {failure}")
+
+    def tell(self, status: Status) -> list[Status] | None:
+        """Every rank's; None where this rank failed and others are still inside. Raises ConnectionError with the note
+        that a rank left, else TimeoutError, where one does not come."""
+        if self._team.size == 1:
+            return [status]
+        began = time.monotonic()
+        if status.failure and not status.shared:
+            self.note(status.failure)
+            patience = 0.0
+        elif self._team.noted(self._key):
+            patience = _GRACE
+        else:
+            # A store that did not answer has cost some of the time.
+            patience = max(self._team.timeout - (time.monotonic() - began), _GRACE)
+        try:
+            return [
+                Status(*json.loads(one)) for one in self._team.gather(LEAVING, json.dumps(status).encode(), patience)
+            ]
+        except errors.Error as missing:  # or another rank is in another call
+            if status.failure:
+                self.note(status.failure)
+                return None
+            note = self._team.noted(self._key)
+            raise errors.make("peer_failed", note) if note else missing from None
+
+    def raise_for(self, by_rank: Sequence[Status] | None) -> None:
+        """On ranks that fared well, where another did not."""
+        failed = [
+            f"rank {rank} left swapped() with {one.failure}" for rank, one in enumerate(by_rank or ()) if one.failure
+        ]
+        if by_rank and failed and not by_rank[self._team.rank].failure:
+            raise errors.make("peer_failed", f"{'; '.join(failed)}. The weights are back on this rank")
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST]
+
+
+@contextlib.contextmanager
+def noted_in(error: BaseException | None) -> Iterator[None]:
+    """What goes wrong besides ``error``, which is raised, is told in a note of it. Without one it is raised itself."""
+    try:
+        yield
+    except Exception as second:
+        if error is None:
+            raise
+        if hasattr(error, "add_note"):
+            error.add_note(f"shardow: {second}")
+        else:  # before Python 3.11
+            warn(f"after {text_of(error)}: {second}", RuntimeWarning)
+
+
+# ---- the transaction
 
 _RESTORE = "to have the weights back, call restore() of the EMA on every rank that shares the model"
 

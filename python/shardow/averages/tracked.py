@@ -5,24 +5,69 @@ And what is not.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core
-from shardow.averages.arena import Arena
 from shardow.averages.options import DTYPES, Options
 from shardow.base.checks import first_of, instance, invalid, unsupported, warn
 from shardow.model import storage
 from shardow.model.equal import Common, common_of
 from shardow.model.local import refuse_unaverageable
 from shardow.ranks.gather import place, take
-from shardow.ranks.memory import empty
+from shardow.ranks.transfers import empty
 
 if TYPE_CHECKING:
     from shardow.model.local import LocalTensor
+
+_ALIGN = 64  # bytes; the engine's kernels like averages to start there
+
+
+class Arena:
+    """``count`` averages of ``regions``, each tensor at a multiple of 64 bytes, uninitialised."""
+
+    def __init__(self, regions: Sequence[_core.Region], dtype: torch.dtype, count: int, device: torch.device) -> None:
+        begins, total = [], 0
+        for one in regions:
+            begins.append(total)
+            total += -(-one.size * dtype.itemsize // _ALIGN) * _ALIGN
+        stride = _core.arena_stride(total, count) if device.type == "cpu" else total
+        self._memory = _memory((count - 1) * stride + total, device)
+        with _disable_current_modes():  # whatever modes are in force
+            #: Of each region its averages, 1-D.
+            self.tensors = [
+                [_slice(self._memory, k * stride + begin, one.size, dtype) for k in range(count)]
+                for one, begin in zip(regions, begins, strict=True)
+            ]
+
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        """All of it, where it is a device's."""
+        return self._memory if isinstance(self._memory, torch.Tensor) else None
+
+
+def _memory(size: int, device: torch.device) -> torch.Tensor | mmap.mmap:
+    """Bytes, uninitialised. On a CPU a mapping of its own, whose pages take memory when they are written first."""
+    if device.type == "cpu":
+        return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """``count`` elements. From a mapping, a tensor with a storage of just its size, so that torch.save() writes no more
+    than that.
+    """
+    if isinstance(memory, torch.Tensor):
+        return memory[begin : begin + count * dtype.itemsize].view(dtype)
+    if count == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+
 
 #: Of `source=`: a tensor of the parameter's local shape, or what Stretch is made of.
 Source = torch.Tensor | tuple[torch.Tensor, int] | tuple[torch.Tensor, int, str]
@@ -173,13 +218,22 @@ def places(local: LocalTensor) -> list[tuple[int, int]]:
     return [(index, count) for _, index, count in local.replicas]
 
 
-def track(locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, Source] | None) -> list[Tracked]:
-    """Everything that is averaged, with memory for the averages; nothing is copied yet."""
+Give = Callable[[list[Tracked], Options], None]
+
+
+def track(
+    locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, Source] | None, give: Give | None
+) -> list[Tracked]:
+    """Everything that is averaged, with memory for the averages, which ``give()`` gives where it is there; nothing is
+    copied yet."""
     locals_ = list(locals_)
     source = {} if source is None else instance("source", source, Mapping)
     if unknown := set(source) - {local.name for local in locals_}:
         raise invalid(f"source= names tensors that are not averaged: {', '.join(sorted(map(str, unknown)))}")
     tracked = [_tracked(local, options.replicas, source.get(local.name)) for local in locals_]
+    if give is not None:
+        give(tracked, options)
+        return tracked
     homes = [_home(one, options.device) for one in tracked]
     for device in (devices := dict.fromkeys(homes)):
         there = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -106,9 +107,8 @@ class Checkpoints:
         path = self.directory / manifest.directory_of(step)
         write = engine.write_in_background if asynchronous else engine.write
         options = {"texts": texts, "commit": manifest.NAME}
-        return write(
-            lambda: (files, options), path, team, None, lambda: self._retire(step), progress=progress, what=WHAT
-        )
+        retire = functools.partial(self._retire, step)
+        return write(lambda: (files, options), path, team, committed=retire, progress=progress, what=WHAT)
 
     def _retire(self, step: int) -> None:
         clear(self.directory)

@@ -27,8 +27,8 @@ from shardow.model.match import matched
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Part
-from shardow.ranks.memory import empty
 from shardow.ranks.team import SameFacts, Team
+from shardow.ranks.transfers import empty
 
 WHAT = "Checkpoints.restore()"
 #: What may become of a part that is given and is not in the step.
@@ -79,13 +79,9 @@ class Restoring(engine.Load):
         self._missing: Exception | None = None
         self._has_begun = False
 
-    def words(self) -> bytes:
+    def look(self) -> SameFacts:
         self._given, self._skipped, self._facts = self._ask()
-        self._same = SameFacts(WHAT, {"directory": str(self._root), **self._facts})
-        return self._same.words()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._same.sum_up(by_rank)
+        return SameFacts(WHAT, {"directory": str(self._root), **self._facts})
 
     def find(self) -> tuple[str, list[str], bytes]:
         root, step = self._root, self._step

@@ -24,7 +24,7 @@ from shardow.model.local import LocalTensor
 from shardow.model.parts import flat_of
 from shardow.model.view import ModelView
 from shardow.ranks.gather import Part
-from shardow.ranks.memory import empty
+from shardow.ranks.transfers import empty
 
 
 class Wanted:

@@ -35,7 +35,7 @@ from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import ModelView
 from shardow.ranks.gather import Part
-from shardow.ranks.team import Team
+from shardow.ranks.team import Team, Words
 
 WHAT = "Checkpoints.save()"
 _RANDOM = "random"
@@ -133,7 +133,7 @@ def files_to_save(
         more = [one for one in common if one is not None and one.tensor.data_ptr() not in once]
         return [*weights, *found.optimizer.common, *found.values.common, *more]
 
-    length, trees, averages_state = words.agreed(check_equal(WHAT, look, team, DIFFERENT_WEIGHTS, words))
+    length, trees, averages_state = words.agreed(*check_equal(WHAT, look, team, DIFFERENT_WEIGHTS, words))
     given, found = mine[0]
     save = secrets.token_hex(8)
     metadata = {manifest.SAVE: save, manifest.STEP: str(step)}
@@ -186,7 +186,7 @@ def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
     )
 
 
-class _Words:
+class _Words(Words):
     """Facts that ranks compare beside values, optimizers' trees, the length of random states, the averages' state.
     ``mine``: what this rank was given and holds, once it has looked."""
 

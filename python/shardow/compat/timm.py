@@ -19,8 +19,7 @@ from shardow.base.checks import invalid, unsupported
 from shardow.compat.ways.averaged import Averaged, follow, load
 from shardow.compat.ways.follower import Fate, Follower, Kind
 from shardow.compat.ways.follower import Rule as Chosen
-from shardow.compat.ways.stand_in import NARROW, whole_averages
-from shardow.compat.ways.teams import team_of
+from shardow.compat.ways.stand_in import NARROW, team_of, whole_averages
 from shardow.compat.ways.twin import Twin
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.

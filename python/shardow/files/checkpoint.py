@@ -119,7 +119,7 @@ def full_state_dict(
         looking.look()
         return looking.words()
 
-    looking.of_all(team.agree_on("full_state_dict()", words, looking.sum_up))
+    looking.taken(team.agree_on("full_state_dict()", words, looking.sum_up))
     held = looking.held
     found = Gatherer("full_state_dict()", held.parts, team).whole(held.names)
     return {**found, **copy.deepcopy(held.extra)} if team.rank == 0 else found

@@ -20,16 +20,15 @@ from shardow import _core, errors
 from shardow.base.checks import invalid, warn
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import ANSWER, store_group
-from shardow.ranks.team import Team
+from shardow.ranks.team import Team, Words
 
 KEY = "shardow.part"
-WORDS, SUM = 32, 64  # bytes of a rank's words, of what all come to
 _CHANNEL = 2  # of the job's store
 _jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _saved: set[tuple[str, str, str]] = set()  # path, claimant (job and ranks) and digest of this process's saves
 
 
-class Claim:
+class Claim(Words):
     """A save by some ranks of a job to a path. ``names``: of its files, empty where the engine names them."""
 
     def __init__(self, path: str, names: Sequence[str], parts: Iterable[Part], team: Team) -> None:
@@ -47,8 +46,7 @@ class Claim:
     def words(self) -> bytes:
         return hashlib.sha256(json.dumps(self._tensors).encode()).digest()
 
-    @staticmethod
-    def sum_up(by_rank: list[bytes]) -> bytes:
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
         return hashlib.sha256(b"".join(sorted(set(by_rank)))).hexdigest().encode()
 
     def made(self, digest: bytes) -> dict[str, str]:

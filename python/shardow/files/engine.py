@@ -8,14 +8,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shardow import _core, errors
 from shardow.base.checks import instance, invalid, unsupported, utf8, whole
 from shardow.base.progress import Progress, shown
-from shardow.files import claims, paths
+from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
 from shardow.files.claims import Claim
 from shardow.files.paths import StrPath
@@ -24,7 +24,7 @@ from shardow.model.extra_state import for_file
 from shardow.model.storage import engine_view
 from shardow.ranks.gather import Part
 from shardow.ranks.store_group import store_group
-from shardow.ranks.team import Team, naming
+from shardow.ranks.team import NOTHING, Joint, Looked, Team, Words, naming
 from shardow.ranks.waiting import keep_one
 
 _UNITS = {"": 1, "B": 1} | {f"{unit}{b}": base**k for base, b in ((10**3, "B"), (2**10, "IB"))
@@ -78,24 +78,12 @@ Committed = Callable[[], None]
 Find = Callable[[], tuple[Sequence[FileParts], dict[str, Any]]]
 
 
-class Compared(Protocol):
-    """Words that ranks compare in a save's first round, after they have found what they hold."""
-
-    def words(self) -> bytes: ...
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes: ...
-
-    def texts(self, total: bytes) -> Sequence[Mapping[str, str]]:
-        """Returns more metadata of each file, or nothing, the same on every rank. Raises where ranks differ.
-        Collective."""
-
-
 def write(
-    find: Find, path: StrPath, team: Team, compared: Compared | None = None, committed: Committed | None = None,
+    find: Find, path: StrPath, team: Team, compared: Words = NOTHING, committed: Committed | None = None,
     progress: Progress | None = None, what: str = "save()",
 ) -> dict[str, Any]:  # fmt: skip
-    """Saves what ``find()`` returns; it, and what is ``compared``, may raise on one rank for all. ``committed()`` is
-    called on rank 0 when all is published. Collective."""
+    """Saves what ``find()`` returns; it, and what is ``compared`` next, may raise on one rank for all. ``committed()``
+    is called on rank 0 when all is published. Collective."""
     settle(team.process_group)
     with naming(f"save() to {path}"):
         opening = _Opening(find, path, team, compared, progress)
@@ -106,7 +94,7 @@ def write(
 
 
 def write_in_background(
-    find: Find, path: StrPath, team: Team, compared: Compared | None = None, committed: Committed | None = None,
+    find: Find, path: StrPath, team: Team, compared: Words = NOTHING, committed: Committed | None = None,
     progress: Progress | None = None, what: str = "async_save()",
 ) -> SaveHandle:  # fmt: skip
     """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
@@ -123,9 +111,7 @@ def write_in_background(
 class _Opening:
     """The first round of a save: what this rank brings to it."""
 
-    def __init__(
-        self, find: Find, path: StrPath, team: Team, compared: Compared | None, progress: Progress | None
-    ) -> None:
+    def __init__(self, find: Find, path: StrPath, team: Team, compared: Words, progress: Progress | None) -> None:
         self._find, self._path, self._team, self._compared, self._progress = find, path, team, compared, progress
         self._claim: Claim | None = None
         self._num_files = 0
@@ -162,20 +148,16 @@ class _Opening:
         return checked
 
     def words(self) -> bytes:
-        claim = b"" if self._claim is None else self._claim.words()
-        return claim + (b"" if self._compared is None else self._compared.words())
+        self._joint = Joint(self._compared, *([] if self._claim is None else [self._claim]))
+        return self._joint.words()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        claim, own = b"", by_rank
-        if self._claim is not None:
-            claim = Claim.sum_up([words[: claims.WORDS] for words in by_rank])
-            own = [words[claims.WORDS :] for words in by_rank]
-        return claim + (b"" if self._compared is None else self._compared.sum_up(own))
+        return self._joint.sum_up(by_rank)
 
     def metadata(self, total: bytes) -> list[dict[str, str]]:
-        claim = b"" if self._claim is None else total[: claims.SUM]
-        texts = [] if self._compared is None else self._compared.texts(total[len(claim) :])
-        claimed = {} if self._claim is None else self._claim.made(claim)
+        compared, *claim = self._joint.totals(total)
+        texts = self._compared.taken(compared)
+        claimed = {} if self._claim is None else self._claim.made(*claim)
         return [{**own, **claimed} for own in texts or [{}] * self._num_files]
 
 
@@ -211,17 +193,9 @@ def read_part(read: Callable[[_core.TensorView], None], part: Part) -> None:
     read(*_views([part]))
 
 
-class Load:
+class Load(Looked):
     """One load of all ranks, in the steps of LoadCall (src/file/load.h): what a rank does in each. What one raises on
     one rank is raised on all; until begin() nothing has been changed."""
-
-    def words(self) -> bytes:
-        """Returns what ranks compare in the first round, when each has looked at what it was given."""
-        return b""
-
-    def sum_up(self, _: list[bytes]) -> bytes:
-        """On one rank, of all ranks' words. Raises where they differ."""
-        return b""
 
     def find(self) -> tuple[str, list[str], bytes]:
         """(path, names of files there or none where the path is the checkpoint, words for all ranks), on rank 0."""

@@ -73,7 +73,7 @@ class Slice:
         """Memory for the result, its dtype in the engine's words, and its address."""
         if self._checkpoint._framework == "torch":
             from shardow.model.dtypes import PACKED, dtype_of
-            from shardow.ranks.memory import empty
+            from shardow.ranks.transfers import empty
 
             found = dtype_of(self.name, self.dtype)
             if (packed := PACKED.get(self.dtype, 1)) > 1:

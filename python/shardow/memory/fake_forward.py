@@ -16,8 +16,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardow.base.checks import invalid, unsupported
-from shardow.memory.activations import as_in_training, kept_bytes
-from shardow.memory.batch import as_arguments
+from shardow.memory.activations import as_arguments, as_in_training, kept_bytes
 from shardow.model.dtensor import empty_like
 
 

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardow.base.checks import instance, invalid
 from shardow.ema import EMA
-from shardow.memory.activations import as_in_training, kept_bytes, storage_bytes, tensors_in
-from shardow.memory.batch import as_arguments
+from shardow.memory.activations import as_arguments, as_in_training, kept_bytes, storage_bytes, tensors_in
 from shardow.memory.prediction import Usage, usage
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter

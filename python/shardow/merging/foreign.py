@@ -19,7 +19,7 @@ from shardow import _core, errors
 from shardow.base.checks import invalid
 from shardow.model import dtypes
 from shardow.model.local import oddity
-from shardow.ranks.memory import empty
+from shardow.ranks.transfers import empty
 
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
 

@@ -14,7 +14,7 @@ from shardow.files import engine
 from shardow.files.background import settle
 from shardow.merging import foreign
 from shardow.ranks.gather import Part
-from shardow.ranks.team import SameFacts, Team, naming
+from shardow.ranks.team import Looked, SameFacts, Team, naming
 
 Choose = Callable[["Newest"], tuple[Sequence[Part], bool]]
 
@@ -68,7 +68,7 @@ class Merged:
         return {**report, "metadata": {**newest.metadata, **report["metadata"]}}
 
 
-class _Opening:
+class _Opening(Looked):
     """The steps of a rank while all open a merge's inputs; the engine calls them."""
 
     newest: Newest
@@ -77,17 +77,14 @@ class _Opening:
     def __init__(
         self, merged: Merged, what: str, check: Callable[[], object], then: Callable[[Newest], object]
     ) -> None:
-        self._merged, self._check, self._then = merged, check, then
-        self._same = SameFacts(what, {})
-        self.sum_up = self._same.sum_up
+        self._merged, self._what, self._check, self._then = merged, what, check, then
 
-    def words(self) -> bytes:
+    def look(self) -> SameFacts:
         self._check()
         merged = self._merged
         self._by_torch = [foreign.is_foreign(Path(path)) for path in merged.inputs]
         facts = {"inputs": merged.inputs, "rule": repr([merged.rule, merged.steps, merged.key])}
-        self._same.facts = {**facts, "which of them torch wrote": self._by_torch}
-        return self._same.words()
+        return SameFacts(self._what, {**facts, "which of them torch wrote": self._by_torch})
 
     def find(self) -> list[str]:
         """Returns the paths that the engine opens."""

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from shardow import _core
 from shardow.base.checks import invalid
 from shardow.model.local import LocalTensor, oddity
-from shardow.ranks.team import Team
+from shardow.ranks.team import Team, Words
 
 #: The way out.
 DIFFERENT_WEIGHTS = (
@@ -52,23 +51,11 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
     return Common(local.name, local.tensor if tensor is None else tensor, local.region, ranks)
 
 
-class Words(Protocol):
-    """Words that travel in the same round."""
+class EqualCopies(Words):
+    """What ranks hold under the same names. Reads what it finds once, sends a number for each set of ranks."""
 
-    def words(self) -> bytes: ...
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes: ...
-
-
-class EqualCopies:
-    """A round in which ranks compare what they hold under the same names, and what ``others`` say, whose words are
-    asked for after ``find()``. Reads what it finds once, sends a number for each set of ranks."""
-
-    def __init__(
-        self, what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str,
-        others: Words | None = None,
-    ) -> None:  # fmt: skip
-        self._what, self._find, self._team, self._way_out, self._others = what, find, team, way_out, others
+    def __init__(self, what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str) -> None:
+        self._what, self._find, self._team, self._way_out = what, find, team, way_out
         self._common, self._sums = list[Common](), list[int]()
 
     def find(self) -> Iterable[Common | None]:
@@ -78,30 +65,17 @@ class EqualCopies:
         found = self.find()
         self._common = [one for one in found if one is not None] if self._team.size > 1 else []
         self._sums = checksums([one.tensor for one in self._common])
-        more = self._others.words() if self._others is not None else b""
-        own = json.dumps(_joined(self._common, self._sums)).encode() if self._common else b""
-        return len(own).to_bytes(8, "little") + own + more if own or more else b""
+        return json.dumps(_joined(self._common, self._sums)).encode() if self._common else b""
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        ends = [8 + int.from_bytes(text[:8], "little") for text in by_rank]
-        copies = [json.loads(text[8:end] or b"{}") for text, end in zip(by_rank, ends, strict=True)]
-        if _differing(copies):
-            return b"!"
-        more = [text[end:] for text, end in zip(by_rank, ends, strict=True)]
-        return b"=" + self._others.sum_up(more) if self._others is not None else b""
+        return b"!" if _differing([json.loads(text or b"{}") for text in by_rank]) else b""
 
-    def of_all(self, total: bytes) -> bytes:
-        """Returns what ``others`` come to. Raises ValueError on every rank where ranks hold other values. Collective:
-        one more round, where they do."""
-        if not total.startswith(b"!"):
-            return total[1:]
-        each = zip(self._common, self._sums, strict=True)
-        own_sums = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in each}
-        return self._team.decide(self._what, json.dumps(own_sums).encode(), self._refuse)
-
-    def texts(self, total: bytes) -> list[dict[str, str]]:
-        """of_all(), of a save whose metadata do not depend on it."""
-        self.of_all(total)
+    def taken(self, total: bytes) -> list[dict[str, str]]:
+        """Raises ValueError on every rank where ranks hold other values. Collective: one more round, where they do."""
+        if total:
+            each = zip(self._common, self._sums, strict=True)
+            own_sums = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in each}
+            self._team.decide(self._what, json.dumps(own_sums).encode(), self._refuse)
         return []
 
     def _refuse(self, texts: list[bytes]) -> bytes:
@@ -113,12 +87,14 @@ class EqualCopies:
 
 
 def check_equal(
-    what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str, others: Words | None = None
-) -> bytes:
+    what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str, *others: Words
+) -> list[bytes]:
     """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises.
-    Returns what ``others`` come to. Collective, one round."""
-    copies = EqualCopies(what, find, team, way_out, others)
-    return copies.of_all(team.agree_on(what, copies.words, copies.sum_up))
+    Returns what ``others`` come to, whose words are asked for after find(). Collective, one round."""
+    copies = EqualCopies(what, find, team, way_out)
+    total, *totals = team.compare(what, copies, *others)
+    copies.taken(total)
+    return totals
 
 
 def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from shardow.base.checks import warn
 from shardow.model.dtypes import dtype_of
 from shardow.model.names import clean_file_key, join, walk
 from shardow.ranks.gather import Part
-from shardow.ranks.memory import empty
+from shardow.ranks.transfers import empty
 
 KEY = "_extra_state"
 METADATA = "shardow.extra_state"  # of a header: {name: value} in JSON

@@ -134,6 +134,13 @@ class ModelView:
             return False
         return not self.watch_buffers or self._buffers_same()
 
+    def unchanged_at_rest(self) -> bool:
+        """unchanged(), if need be when unsharded copies of the weights are gone."""
+        if self.unchanged():
+            return True
+        self.reshard()
+        return self.unchanged()
+
     def follow_moves(self, bind: Callable[[], object]) -> bool:
         """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing
         is taken over then. ``bind()`` tells those who hold the old addresses. The new ones count as known after it, so
@@ -174,7 +181,7 @@ class ModelView:
         return self._change() or f"the model's parameters are not those that this EMA was made with; {WAY_OUT}"
 
     def _take_in_buffers(self) -> None:
-        """Those that were registered since this view was made."""
+        """Takes in those that were registered since this view was made."""
         known = {(id(one.owner), one.key) for one in self._found_buffers}
         new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
         if new:

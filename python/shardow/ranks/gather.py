@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.checks import invalid
-from shardow.ranks.memory import empty
 from shardow.ranks.team import Team
-from shardow.ranks.transfers import begun, carrier, finish
+from shardow.ranks.transfers import begun, carrier, empty, finish
 
 _BLOCK = 16 << 20  # bytes of one message
 

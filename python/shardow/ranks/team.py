@@ -1,21 +1,21 @@
-"""The ranks that keep one EMA together: agreement, deadlines, and what to say when somebody is missing."""
+"""The ranks that keep one EMA together: agreement, deadlines, and what to say when somebody is missing. And what ranks
+compare in a round that they make anyway: each rank's words, and on one rank what all come to."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import instance, invalid
-from shardow.ranks.memory import empty
 from shardow.ranks.store_group import ANSWER, MISSING, StoreGroup, store_group
-from shardow.ranks.transfers import begun, broadcast, carrier, default_timeout, finish
+from shardow.ranks.transfers import begun, broadcast, carrier, default_timeout, empty, finish
 
 T = TypeVar("T")
 
@@ -99,17 +99,17 @@ class Team:
         if not agreed:
 
             def refuse(texts: list[bytes]) -> bytes:
-                raise invalid(f"{what}: ranks disagree. {_difference([json.loads(text) for text in texts])}")
+                raise invalid(f"{what}: ranks disagree. {difference([json.loads(text) for text in texts])}")
 
             self.decide(what, json.dumps(facts).encode(), refuse)
         if joins and isinstance(self.group, StoreGroup):
             self.group.joined = int.from_bytes(agreed, "big")
             self._whose = f" of {joins} {self.group.joined}"
 
-    def same_updates(self, what: str, updates: int) -> None:
-        """Raises where averages of different ages would come together. Collective."""
-        same = SameUpdates(what, updates)
-        self.decide(what, same.words(), same.sum_up)
+    def compare(self, what: str, *parts: Words) -> list[bytes]:
+        """Returns what each of the comparisons comes to. Collective, one round."""
+        joint = Joint(*parts)
+        return joint.totals(self.agree_on(what, joint.words, joint.sum_up))
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
@@ -194,47 +194,6 @@ def _rounds(group: _core.Group) -> int:
     return group.rounds if isinstance(group, StoreGroup) else 0
 
 
-class SameFacts:
-    """A round in which ranks compare few facts: JSON values by name, known when words() is called."""
-
-    def __init__(self, what: str, facts: dict[str, Any]) -> None:
-        self._what, self.facts = what, facts
-
-    def words(self) -> bytes:
-        return json.dumps(self.facts, default=repr).encode()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        """Raises where ranks differ, naming the first fact and what two of them have."""
-        if len(set(by_rank)) > 1:
-            raise invalid(f"{self._what}: ranks disagree. {_difference([json.loads(text) for text in by_rank])}")
-        return b""
-
-
-class SameUpdates:
-    """A round in which ranks compare how many updates of the averages they have made."""
-
-    def __init__(self, what: str, updates: int) -> None:
-        self._what, self._updates = what, updates
-
-    def words(self) -> bytes:
-        return b"%d" % self._updates
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        """Raises where ranks have made other numbers of updates."""
-        counts = [int(count) for count in by_rank]
-        if min(counts) == max(counts):
-            return b""
-        raise invalid(
-            f"{self._what}: some ranks have made {min(counts)} updates of their parts of the averages, others "
-            f"{max(counts)}; call update() on every rank after each step (not under `if rank == 0`), or load the "
-            "last state on all of them"
-        )
-
-    def texts(self, _: bytes) -> list[dict[str, str]]:
-        """Returns no metadata."""
-        return []
-
-
 @contextlib.contextmanager
 def naming(call: str) -> Iterator[None]:
     """A rank that is missing or fails within the block is reported with the call."""
@@ -258,7 +217,106 @@ def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
     return errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
 
 
-def _difference(by_rank: list[dict[str, Any]]) -> str:
+class Words(Protocol):
+    """One comparison. What words() raises on one rank, and sum_up(), all raise."""
+
+    def words(self) -> bytes:
+        """Returns this rank's."""
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        """On one rank: what all ranks' words come to; b"" where all are empty."""
+
+    def taken(self, total: bytes) -> list[dict[str, str]]:
+        """On every rank, of what they came to: metadata of each file that is saved, or nothing. May raise on all, after
+        another round."""
+        return []
+
+
+class Looked(Words, Protocol):
+    """Compares what this rank was given, once it has looked at that."""
+
+    _looked: Words
+
+    def look(self) -> Words:
+        """Returns what ranks compare then; may raise."""
+
+    def words(self) -> bytes:
+        self._looked = self.look()
+        return self._looked.words()
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return self._looked.sum_up(by_rank)
+
+
+class Joint(Words):
+    """Several in one round, in their order."""
+
+    def __init__(self, *parts: Words) -> None:
+        self.parts = parts
+
+    def words(self) -> bytes:
+        return _packed(part.words() for part in self.parts)
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        columns = zip(*(_unpacked(words, len(self.parts)) for words in by_rank), strict=True)
+        return _packed(part.sum_up([*words]) for part, words in zip(self.parts, columns, strict=True))
+
+    def totals(self, total: bytes) -> list[bytes]:
+        """Returns what each of them comes to."""
+        return _unpacked(total, len(self.parts))
+
+
+NOTHING = Joint()  # is compared
+
+
+class SameFacts(Words):
+    """Few facts that must be equal: JSON values by name."""
+
+    def __init__(self, what: str, facts: dict[str, Any]) -> None:
+        self._what, self._facts = what, facts
+
+    def words(self) -> bytes:
+        return json.dumps(self._facts, default=repr).encode()
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        if len(set(by_rank)) > 1:
+            raise invalid(f"{self._what}: ranks disagree. {difference([json.loads(facts) for facts in by_rank])}")
+        return b""
+
+
+class SameUpdates(SameFacts):
+    """How many updates ranks have made of their parts of the averages."""
+
+    def __init__(self, what: str, updates: int) -> None:
+        super().__init__(what, {"updates": updates})
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        counts = sorted(json.loads(text)["updates"] for text in by_rank)
+        if counts[0] < counts[-1]:
+            raise invalid(
+                f"{self._what}: some ranks have made {counts[0]} updates of their parts of the averages, others "
+                f"{counts[-1]}; call update() on every rank after each step (not under `if rank == 0`), or load the "
+                "last state on all of them"
+            )
+        return b""
+
+
+def _packed(texts: Iterable[bytes]) -> bytes:
+    each = [*texts]
+    return b"".join(len(text).to_bytes(8, "little") + text for text in each) if any(each) else b""
+
+
+def _unpacked(packed: bytes, count: int) -> list[bytes]:
+    texts, at = [], 0
+    while at < len(packed):
+        end = at + 8 + int.from_bytes(packed[at : at + 8], "little")
+        texts.append(packed[at + 8 : end])
+        at = end
+    return texts or [b""] * count
+
+
+def difference(by_rank: list[dict[str, Any]]) -> str:
+    """Returns the first fact that differs, and what two ranks have."""
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
         for fact in first:
@@ -273,8 +331,8 @@ def _difference(by_rank: list[dict[str, Any]]) -> str:
 def _difference_of_names(fact: str, zero: dict[str, Any], other: dict[str, Any], rank: int) -> str:
     for name in [*zero, *other]:
         if zero.get(name) != other.get(name):
-            first, here = zero.get(name, "missing"), other.get(name, "missing")
+            first, second = zero.get(name, "missing"), other.get(name, "missing")
             return (
-                f"{fact}: '{name}' is {first} on rank 0 and {here} on rank {rank}; build the same model on every rank"
+                f"{fact}: '{name}' is {first} on rank 0 and {second} on rank {rank}; build the same model on every rank"
             )
     return f"{fact} come in another order on rank {rank}; build the same model on every rank"

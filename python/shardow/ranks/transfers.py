@@ -1,10 +1,10 @@
-"""Transfers of a process group, waited for as everything else is, to a deadline, or a signal; and what torch tells of
-it in private.
+"""Transfers of a process group, waited for as everything else is, to a deadline, or a signal; what torch tells of it in
+private; and memory for what arrives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,13 @@ from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import errors
 from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Returns a tensor without values, on ``device`` whatever torch's default device is, which may be written to
+    outside inference mode, too."""
+    with torch.inference_mode(False):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def begun(begin: Callable[[], dist.Work | None], otherwise: str) -> dist.Work | None:

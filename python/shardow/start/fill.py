@@ -17,7 +17,6 @@ from shardow.base.progress import Progress, shown
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged, Newest
-from shardow.model.equal import Words
 from shardow.model.extra_state import FromFile, extra_in
 from shardow.model.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
 from shardow.model.parts import Held, values_in_file
@@ -25,7 +24,7 @@ from shardow.model.saved_form import saved_form
 from shardow.ranks.gather import Part, take
 from shardow.ranks.store_group import store_group
 from shardow.ranks.stream import Client, Fill, Server, Want, behind
-from shardow.ranks.team import Team
+from shardow.ranks.team import NOTHING, Team, Words
 
 State = Mapping[str, torch.Tensor]
 
@@ -114,21 +113,17 @@ class FileLoad(engine.Load):
     """A load of a checkpoint; each rank reads its own bytes."""
 
     def __init__(
-        self, path: StrPath, look: Callable[[], Job], finish: Callable[[Job, dict[str, Any]], None],
-        compared: Words | None = None,
+        self, path: StrPath, look_at: Callable[[], Job], finish: Callable[[Job, dict[str, Any]], None],
+        compared: Words = NOTHING,
     ) -> None:  # fmt: skip
-        """``look()``: in the first round, ``finish(job, report)`` in the last; both may raise on one rank for all.
-        ``compared``: after look()."""
-        self._path, self._look, self._finish, self._compared = path, look, finish, compared
+        """``look_at()``: in the first round, ``finish(job, report)`` in the last; both may raise on one rank for all.
+        ``compared`` in the first."""
+        self._path, self._look_at, self._finish, self._compared = path, look_at, finish, compared
 
-    def words(self) -> bytes:
+    def look(self) -> Words:
         paths.to_read(self._path)
-        words = self._compared.words() if self._compared is not None else b""
-        self._job = self._look()
-        return words
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._compared.sum_up(by_rank) if self._compared is not None else b""
+        self._job = self._look_at()
+        return self._compared
 
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""

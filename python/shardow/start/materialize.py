@@ -26,7 +26,7 @@ from shardow.model.local import refuse_expanded
 from shardow.model.masters import fill_masters_too
 from shardow.model.parts import Saveable, held_by
 from shardow.model.swap_guard import refuse_foreign
-from shardow.ranks.team import SameFacts, Team
+from shardow.ranks.team import SameFacts, Team, Words
 from shardow.start import fill, initialise, meta
 
 _RANK_0 = "a mapping on rank 0"
@@ -232,7 +232,7 @@ def _filled(request: Request, kind: str, job: fill.Job) -> dict[str, Any]:
     return fill.from_merged(job, request.source)
 
 
-class Kinds:
+class Kinds(Words):
     """A round in which ranks compare what they are given to fill a model from. Raises where they have different things,
     unless rank 0 alone has a mapping."""
 

@@ -70,6 +70,23 @@ def test_no_rule_dtype_or_decay_shows_how_averages_are_kept(
 
 
 @HOOKS.alone
+@pytest.mark.parametrize("part", [False, True], ids=["the whole", "a part"])
+def test_a_teachers_forward_waits_for_an_update(part: bool) -> None:
+    model, optimizer, _ = make()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    ema = shardow.EMA(model, 0.5, averages=teacher, overlap=True)
+    ema.attach(optimizer)
+    before = teacher[0].weight.clone()
+    with held() as go_on:
+        train(model, optimizer, 1)
+        assert torch.equal(teacher[0].weight, before)
+        released = released_soon(go_on)
+        (teacher[0] if part else teacher)(torch.ones(1, 4))
+        assert released.is_set()
+    assert torch.equal(teacher[0].weight, torch.lerp(before, model[0].weight, 0.5))
+
+
+@HOOKS.alone
 def test_an_update_goes_on_while_python_does_and_the_next_step_waits() -> None:
     with held() as go_on:
         model, optimizer, ema = make()

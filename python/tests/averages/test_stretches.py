@@ -16,7 +16,7 @@ from own_averages import averages_of
 from torch import nn
 
 import shardow
-from shardow.averages import shares
+from shardow.averages import replicas
 from shardow.integrations.masters import MastersEMA
 
 Cut = dict[str, tuple[int, int]]
@@ -73,7 +73,7 @@ def expected(steps: int) -> dict[str, torch.Tensor]:
 
 
 def run(of: str, path: str, exchanged: int) -> tuple[dict[str, torch.Tensor], list[bool], float, int]:
-    shares.EXCHANGED = exchanged
+    replicas.EXCHANGED = exchanged
     model, own, ema = build(of)
     for number in (1, 2, 3):
         step(model, own, number)

@@ -26,7 +26,6 @@ Weights = dict[str, torch.Tensor]
 PARTS = (
     "averages/swap.py",
     "model/swap_guard.py",
-    "averages/swap_meeting.py",
     "averages/swap_memory.py",
     "base/signals.py",
 )

@@ -104,13 +104,14 @@ def block_that_raises(kind: str, timeout: float) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "timeout"), [(*one, 20.0) for one in KINDS] + [(*one, 1.5) for one in KINDS if one[0] in SPLIT]
+    ("kind", "world", "timeout"),
+    [(*case, 20.0) for case in KINDS] + [(*case, 1.5) for case in KINDS if case[0] in SPLIT],
 )
 def test_a_rank_whose_block_raises_waits_for_replicas_that_hold_its_parts_and_the_others_learn_of_it_when_they_leave(
     kind: str, world: int, timeout: float
 ) -> None:
-    for rank, found in enumerate(ranks.run(world, block_that_raises, kind, timeout)):
-        all_raise, one_raises, seconds, refused = found
+    for rank, outcomes in enumerate(ranks.run(world, block_that_raises, kind, timeout)):
+        all_raise, one_raises, seconds, refused = outcomes
         assert all_raise == ("_Broken", f"on rank {rank}")
         if rank == 1:
             assert one_raises[0] == "_Broken"

@@ -24,7 +24,7 @@ from shardow.model.names import clean_file_key
 from shardow.model.parts import Held
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView
-from shardow.ranks.team import Team
+from shardow.ranks.team import SameUpdates, Team
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ class Managed(ABC):
         updates.
         """
         result = self._team.agree(what, fn)
-        self._team.same_updates(what, self.updates)
+        self._team.compare(what, SameUpdates(what, self.updates))
         return result
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardow.compat.automodel.managed import Managed, checked_decay, look, weights_of
-from shardow.compat.ways.teams import everybody, joined, refuse_copies, team_of
+from shardow.compat.ways.stand_in import everybody, joined, refuse_copies, team_of
 from shardow.compat.ways.twin import TrainedTwin
 from shardow.files.checkpoint import save as save_file
 from shardow.model.groups import group_of_model

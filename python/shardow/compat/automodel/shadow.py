@@ -16,7 +16,7 @@ from shardow.averages.copies import load_averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid
 from shardow.compat.automodel.managed import Managed, checked_decay, clone, look, weights_of
-from shardow.compat.ways.teams import everybody, joined
+from shardow.compat.ways.stand_in import everybody, joined
 from shardow.ema import EMA
 from shardow.files import engine
 from shardow.model.parts import Held

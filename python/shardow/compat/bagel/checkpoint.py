@@ -15,7 +15,7 @@ from shardow import errors
 from shardow.base.checks import invalid, unsupported, warn
 from shardow.compat.files import torch_files
 from shardow.compat.files.published import publish
-from shardow.compat.ways.teams import everybody
+from shardow.compat.ways.stand_in import everybody
 from shardow.compat.ways.twin import TrainedTwin
 from shardow.files.checkpoint import save
 from shardow.model.parts import held_by

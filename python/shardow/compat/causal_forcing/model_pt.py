@@ -16,7 +16,7 @@ from shardow.base.checks import invalid
 from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
 from shardow.compat.files import torch_files
 from shardow.compat.files.torch_files import whole_state_dict
-from shardow.compat.ways.teams import team_of
+from shardow.compat.ways.stand_in import team_of
 from shardow.model.names import model_and_root, without_wrappers
 from shardow.model.slots import slots
 from shardow.start.materialize import materialize

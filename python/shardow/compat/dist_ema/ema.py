@@ -19,7 +19,7 @@ from shardow.averages import state as _state
 from shardow.base.checks import fraction, invalid, seconds, whole
 from shardow.compat.dist_ema.shares import Share, is_sharded, refuse_unlike, shares
 from shardow.compat.ways.pairs import Pair, Pairs
-from shardow.compat.ways.teams import refuse_copies, unchanged
+from shardow.compat.ways.stand_in import refuse_copies
 from shardow.files import engine, paths
 from shardow.model import match
 from shardow.model.names import called
@@ -177,7 +177,7 @@ class DistEMA:
 
     def _bind(self, model: nn.Module) -> None:
         """Pairs anew what has been replaced or has moved."""
-        if model is not self._bound or not unchanged(self._view):
+        if model is not self._bound or not self._view.unchanged_at_rest():
             view = self._found(model)
             refuse_unlike(self._shares, view)
             self._bound, self._view = model, view
@@ -206,7 +206,7 @@ class DistEMA:
             buffers: the model's persistent buffers too, of rank 0: what a complete model has.
         """
         parts = self._together("state_dict()", lambda: self._parts_to_gather(cpu_group, buffers))
-        self._team.same_updates("state_dict()", self.decay_steps)
+        self._team.compare("state_dict()", SameUpdates("state_dict()", self.decay_steps))
         stored = {one.name: one for one in self._shares}
         team = self._team if cpu_group is None else Team(cpu_group, self._team.timeout)
         gatherer, devices = Gatherer("state_dict()", parts, team), {part.name: part.flat.device for part in parts}
@@ -306,13 +306,9 @@ class _Load(engine.Load):
     def __init__(self, ema: DistEMA, path: str | Path) -> None:
         self._ema, self._path = ema, path
 
-    def words(self) -> bytes:
+    def look(self) -> SameFacts:
         self._held = self._ema._held(saving=False)
-        self._same = SameFacts("load()", {"path": paths.to_read(self._path)})
-        return self._same.words()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._same.sum_up(by_rank)
+        return SameFacts("load()", {"path": paths.to_read(self._path)})
 
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""

@@ -31,8 +31,8 @@ from shardow.compat.files.published import new_file
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.ranks.gather import Gatherer
-from shardow.ranks.memory import empty
 from shardow.ranks.team import Team
+from shardow.ranks.transfers import empty
 
 
 def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from shardow.base.checks import invalid
 from shardow.compat.files import torch_files
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.twinkle.helpers import fsdp_pretrained_load_context
-from shardow.compat.ways.teams import everybody, team_of
+from shardow.compat.ways.stand_in import everybody, team_of
 from shardow.model.parts import held_by
 from shardow.start.materialize import Request, fill_model
 

@@ -17,8 +17,7 @@ from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
 from shardow.compat.ways.follower import Choose, Follower, Rule, everything_saved
 from shardow.compat.ways.pairs import warn_of_rounding
-from shardow.compat.ways.stand_in import Behind, StandIn, needed, stand_in_for, whole_averages
-from shardow.compat.ways.teams import team_of
+from shardow.compat.ways.stand_in import Behind, StandIn, needed, stand_in_for, team_of, whole_averages
 from shardow.compat.ways.twin import Twin
 from shardow.model.match import compare
 from shardow.model.names import clean_file_key, refuse_scripted

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardow.averages import copies
@@ -21,10 +22,12 @@ from shardow.base.checks import invalid, unsupported
 from shardow.compat.ways.follower import Change, Choose, Fate, Follower, Kind, Rule
 from shardow.compat.ways.pairs import copy_all
 from shardow.ema import EMA
+from shardow.model.groups import group_of_model
 from shardow.model.local import LocalTensor
 from shardow.model.modules import modes_kept
 from shardow.model.owners import has_fsdp
 from shardow.model.view import find
+from shardow.ranks.team import Team
 
 
 def needed(model: nn.Module, replicas: Replicas) -> bool:
@@ -257,3 +260,30 @@ class Returning(_Sorted):
 def _memory(tracked: list[Tracked]) -> list[torch.Tensor]:
     """The averages' own."""
     return [one.averages[0] for one in tracked]
+
+
+def team_of(module: nn.Module) -> Team:
+    """Those that share a module, or what it stands in for."""
+    return module.core.team if isinstance(module, StandIn) else Team(group_of_model(module, None), None)
+
+
+def refuse_copies(team: Team) -> None:
+    """Raises NotImplementedError where a part of the averages is another rank's."""
+    if team.process_group is not None:
+        raise unsupported(
+            f"averages of a model that {team.size} ranks share can't be copied or pickled: each has a part; save() them"
+        )
+
+
+def everybody(process_group: dist.ProcessGroup | None = None) -> Team:
+    """Those of ``process_group``; None: all there are, each of which has a plain model, where one file is enough."""
+    return Team(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group, None)
+
+
+def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | None = None) -> Team:
+    """everybody() for a new ``what`` ("DistEMA"): its calls meet its own alone. ValueError where ``facts`` differ.
+    Collective.
+    """
+    team = everybody(process_group)
+    team.same(f"{what}(...)", lambda: facts, what)
+    return team

@@ -12,7 +12,6 @@ from torch import nn
 
 from shardow.compat.ways.follower import Change, Choose, Fate, Follower, Kind, Rule, everything_saved
 from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
-from shardow.compat.ways.teams import unchanged
 from shardow.model.match import Fit, compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
@@ -73,8 +72,8 @@ class Twin(Follower):
 
     def _unchanged(self) -> bool:
         return (
-            unchanged(self._ours)
-            and unchanged(self._theirs)
+            self._ours.unchanged_at_rest()
+            and self._theirs.unchanged_at_rest()
             and all(
                 slot.owner.get(slot.key) is slot.recorded and slot.recorded.data_ptr() == address
                 for slot, address in self._watched

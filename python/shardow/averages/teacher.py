@@ -1,0 +1,129 @@
+"""A teacher: averages in the parameters of a module that training calls, or in tensors that are teacher. There is no
+second set of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from shardow.averages.options import Options
+from shardow.averages.tracked import Arena, Tracked
+from shardow.base.checks import first_of, invalid, one_of, unsupported
+from shardow.model.match import compare
+from shardow.model.parts import Saveable, held_by
+from shardow.model.storage import address_of
+from shardow.model.view import ModelView
+from shardow.ranks.gather import Part
+
+Begin = Literal["student", "teacher"]
+#: Maps a tensor's name in the student to its name in the teacher.
+Names = Callable[[str], str] | Mapping[str, str]
+
+_CALL = "EMA(averages=...)"
+_LIKE = "Make the teacher as the student is made: copy.deepcopy() of the module, then the same sharding"
+
+#: Maps an address to the Teacher whose average lies there, which keeps that memory.
+_teachers: weakref.WeakValueDictionary[int, Teacher] = weakref.WeakValueDictionary()
+
+
+class Teacher(Arena):
+    """Averages in a teacher's own memory. Names are those of the student."""
+
+    on_device = None  # the memory is whose the teacher is
+
+    def __init__(self, teacher: Saveable, names: Names | None, begin: Begin) -> None:
+        """``begin``: whose values the averages have first."""
+        self._module, self._begin = teacher, begin
+        self._name = names if callable(names) else lambda name: (names or {}).get(name, name)
+
+    def find(self, student: ModelView) -> torch.dtype:
+        """Returns the dtype of the averages. Raises where the teacher can't hold any."""
+        one_of("begin", self._begin, get_args(Begin))
+        self._student, self._held = student, held_by(self._module, student.process_group, saving=False)
+        self._parts = {alias: part for part in self._held.parts for alias in self._held.names[part.name]}
+        if self._held.copied:
+            raise unsupported(f"{_CALL}: some of the teacher is not contiguous; p.data = p.data.contiguous() first")
+        self._trained = set[str]()
+        if (view := self._held.view) is not None:
+            view.watch_buffers, self._trained = True, {local.name for local in view.parameters if local.requires_grad}
+        parts = (self._part(weight.name) for weight in student.parameters)
+        return next((part.flat.dtype for part in parts if part is not None), torch.float32)
+
+    def _part(self, name: str) -> Part | None:
+        return self._parts.get(self._name(name))
+
+    def take(self, tracked: Sequence[Tracked], options: Options) -> None:
+        """Makes the teacher's tensors the averages of ``tracked``; writes nothing. Raises where a tensor is missing, or
+        is another part."""
+        if len(options.schedules) > 1 or options.device is not None:
+            raise invalid(f"{_CALL}: a teacher has one average, with its weights; leave device= and further decays out")
+        if options.replicas == "split" and any(row.local.replicas for row in tracked):
+            raise invalid(f"{_CALL}: every replica has the whole teacher, and averages it: replicas='copy'")
+        self._copies_buffers = options.buffers != "ignore"
+        parts = {row.name: part for row in tracked if (part := self._part(row.name)) is not None}
+        regions = {name: part.region for name, part in parts.items()}
+        compare({row.name: row.region for row in tracked}, regions).refuse(
+            _CALL, "the teacher", here="in the student", done="nothing was made", hint=_LIKE
+        )
+        if learns := [part.name for part in parts.values() if part.name in self._trained]:
+            means = "averages are not: teacher.requires_grad_(False)"
+            raise invalid(f"{_CALL}: {first_of(learns)} of the teacher would be trained, and {means}")
+        own = {address_of(row.local.tensor) for row in tracked} - {0}
+        for row in tracked:
+            flat = parts[row.name].flat
+            if flat.dtype != options.dtype or flat.device != row.local.tensor.device:
+                raise unsupported(
+                    f"{_CALL}: '{row.name}' is {flat.dtype} on {flat.device} in the teacher; averages are of one "
+                    f"dtype, {options.dtype} here, and lie with their weights, on {row.local.tensor.device}"
+                )
+            if (address := address_of(flat)) in own or address in _teachers:
+                whose = "the student's own" if address in own else "another EMA's average"
+                raise invalid(f"{_CALL}: '{row.name}' of the teacher is {whose}; {_LIKE}")
+        #: Has the average of each averaged tensor, 1-D.
+        self.tensors = [[parts[row.name].flat] for row in tracked]
+        self._averaged = {row.name for row in tracked}
+        for place, row in enumerate(tracked):
+            row.arena, row.place = self, place
+            _teachers[address_of(row.averages[0])] = self
+        _teachers.pop(0, None)  # of empty parts
+
+    def start(self, copy: Callable[[], None], wait: Callable[[], None] | None) -> None:
+        """Gives the averages their first values, by ``copy()`` of the weights, when all ranks have a teacher that fits.
+        ``wait()``: what each forward does first."""
+        if self._begin == "student":
+            copy()
+            self._copy((weight.name, weight.flat()) for weight in self._student.parameters)  # frozen weights
+            self.written()
+        if wait is not None and self._held.view is not None:
+            method = weakref.WeakMethod(wait)
+            for module in self._held.view.model.modules():  # a part may be called
+                module.register_forward_pre_hook(lambda *_: (call := method()) and call(), prepend=True)
+
+    def _copy(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, value in values:
+            part = self._part(name) if name not in self._averaged else None
+            if part is not None and part.flat.shape == value.shape:
+                part.flat.copy_(value)
+
+    def refuse_moved(self) -> None:
+        """Raises where the averages are not the teacher's any more."""
+        if self._held.view is not None and not self._held.view.unchanged_at_rest():
+            raise invalid(
+                "the teacher's tensors were moved or replaced since this EMA was made, and hold its averages no more. "
+                "Load a checkpoint into the teacher that is there: make EMA(student, averages=teacher) anew, and load()"
+            )
+
+    def refuse_optimizer(self, optimizer: Any) -> None:
+        """Raises where it would train the averages."""
+        parameters = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+        if any(_teachers.get(address_of(getattr(p, "_local_tensor", p).detach())) is self for p in parameters):
+            raise invalid(f"attach(): {type(optimizer).__name__} holds parameters of the teacher, which are averages")
+
+    def written(self) -> None:
+        """Copies the student's buffers after averages were written, and frees unsharded copies of their old values."""
+        if self._copies_buffers:
+            self._copy((buffer.name, buffer.flat()) for buffer in self._student.buffers)
+        self._held.put_back()

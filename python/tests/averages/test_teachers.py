@@ -1,0 +1,272 @@
+"""A teacher's tensors are the averages: bit for bit those of an ordinary EMA, in no memory beside its own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import ranks
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardow
+
+ALL = bool(os.environ.get("SHARDOW_ALL"))
+CASES = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 2), ("fsdp2", 3), ("hsdp", 4), ("tp+fsdp2", 4)]
+if ALL:
+    CASES += [("fsdp1-grad-op", 2), ("fsdp1-no-shard", 2), ("fsdp1-hybrid", 4), ("fsdp2", 1), ("wrapped", 2)]
+#: EMAs with a teacher each, beside an ordinary one of the same options.
+WAYS: dict[str, dict[str, Any]] = {
+    "lerp": {"decay": 0.9},
+    "averaged buffers": {"decay": 0.9, "buffers": "average"},
+    "every second step": {"decay": 0.8, "rule": "mul_add", "update_every": 2, "start_step": 2},
+    "stochastic": {"decay": 0.99999, "stochastic": True},
+}
+STEPS = 6
+
+
+def teacher_of(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Returns one of other values than the student; DistributedDataParallel takes no module that is not trained."""
+    plain = models.plain_twin(kind, dtype).requires_grad_(False)
+    for parameter in plain.parameters():
+        parameter.add_(1)
+    return plain if kind == "ddp" else models.PARALLEL[kind](plain, torch.distributed.get_world_size())
+
+
+def distill(kind: str, dtype: torch.dtype, folder: str) -> dict[str, bool]:
+    """Trains a student against its teacher. Returns what holds, by what it is, on this rank."""
+    student = models.build(kind, torch.distributed.get_world_size(), dtype)
+    teachers = {way: teacher_of(kind, dtype) for way in WAYS}
+    emas = {
+        way: shardow.EMA(student, averages=teachers[way], replicas="copy", **options) for way, options in WAYS.items()
+    }
+    options = {"replicas": "copy", "dtype": dtype}
+    ordinary = {way: shardow.EMA(student, **{**options, **asked}) for way, asked in WAYS.items()}
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.02)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank() if kind != "tp+fsdp2" else 0)
+    for _ in range(STEPS):
+        inputs = models.batch(generator, dtype)
+        with torch.no_grad():
+            wanted = teachers["lerp"](inputs)
+        optimizer.zero_grad()
+        (student(inputs) - wanted).float().square().mean().backward()
+        optimizer.step()
+        for ema in [*emas.values(), *ordinary.values()]:
+            ema.update()
+    held = {}
+    for way, ema in emas.items():
+        ours, others = ema.full_state_dict(), ordinary[way].full_state_dict()
+        held[f"{way}: averages"] = ours.keys() == others.keys() and all(torch.equal(ours[n], others[n]) for n in ours)
+        held[f"{way}: the teacher's answers"] = same_answers(student, teachers[way], ordinary[way], generator, dtype)
+        held[f"{way}: bytes moved"] = ema.stats()["bytes_moved"] == ordinary[way].stats()["bytes_moved"]
+    saved = models.whole_weights(teachers["lerp"])
+    emas["lerp"].save(f"{folder}/averages.safetensors")
+    emas["lerp"].reset()
+    held["reset"] = all(
+        torch.equal(a, b)
+        for a, b in zip(
+            models.whole_weights(teachers["lerp"]).values(), models.whole_weights(student).values(), strict=True
+        )
+    )
+    emas["lerp"].load(f"{folder}/averages.safetensors")
+    loaded = models.whole_weights(teachers["lerp"])
+    held["load"] = emas["lerp"].step == STEPS and all(torch.equal(loaded[name], saved[name]) for name in saved)
+    return held
+
+
+def same_answers(
+    student: nn.Module, teacher: nn.Module, ema: shardow.EMA, generator: torch.Generator, dtype: torch.dtype
+) -> bool:
+    inputs = models.batch(generator, dtype)
+    if isinstance(student, DistributedDataParallel):  # its forward would give all ranks rank 0's buffers
+        student = student.module
+    student.eval(), teacher.eval()
+    with torch.no_grad():
+        others = teacher(inputs)
+        with ema.swapped():
+            ours = student(inputs)
+    student.train(), teacher.train()
+    return torch.equal(ours, others)
+
+
+@pytest.mark.parametrize(("kind", "world"), CASES)
+def test_a_teacher_has_the_averages_of_an_ordinary_ema_and_answers_as_the_model_in_swapped(
+    kind: str, world: int, tmp_path: Path
+) -> None:
+    for held in ranks.run(world, distill, kind, torch.float32, str(tmp_path)):
+        assert {what for what, holds in held.items() if not holds} == set()
+
+
+def pair(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """A student, and a teacher of other values."""
+    student = models.make(dtype)
+    teacher = models.make(dtype, seed=1).requires_grad_(False)
+    return student, teacher
+
+
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore:averages in torch.bfloat16")
+def test_averages_have_the_teachers_dtype() -> None:
+    student, _ = pair()
+    teacher = models.make(torch.bfloat16).requires_grad_(False)
+    ema, ordinary = shardow.EMA(student, 0.9, averages=teacher), shardow.EMA(student, 0.9, dtype=torch.bfloat16)
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in student.parameters():
+                parameter.add_(0.1)
+        ema.update()
+        ordinary.update()
+    assert all(
+        torch.equal(average, teacher.state_dict()[name])
+        for name, average in ordinary.full_state_dict(complete=False).items()
+    )
+    assert ema.stats()["bytes"] == ordinary.stats()["bytes"]
+
+
+def test_a_teacher_begins_as_the_student_with_what_is_frozen_or_keeps_its_values() -> None:
+    student, teacher = pair()
+    student[0].requires_grad_(False)
+    before = weights_of(teacher)
+    ema = shardow.EMA(student, 0.9, averages=teacher, begin="teacher")
+    assert all(torch.equal(before[name], value) for name, value in teacher.state_dict().items())
+    del ema
+    shardow.EMA(student, 0.9, averages=teacher)
+    assert all(torch.equal(student.state_dict()[name], value) for name, value in teacher.state_dict().items())
+
+
+def test_buffers_follow_as_asked() -> None:
+    followed = {}
+    for buffers in ("copy", "average", "ignore"):
+        student, teacher = pair()
+        ema = shardow.EMA(student, 0.5, averages=teacher, buffers=buffers)
+        student(torch.randn(16, models.INPUTS))
+        ema.update()
+        ours, others = student[-1], teacher[-1]
+        followed[buffers] = (
+            torch.equal(others.running_mean, ours.running_mean),
+            torch.equal(others.running_mean, ours.running_mean / 2),
+            int(others.num_batches_tracked),
+        )
+    assert followed == {"copy": (True, False, 1), "average": (False, True, 1), "ignore": (False, False, 0)}
+
+
+def test_names_map_and_tensors_by_name_are_a_teacher() -> None:
+    student, _ = pair()
+    tensors = {f"ema.{name}": torch.zeros_like(value) for name, value in student.named_parameters()}
+    ema = shardow.EMA(student, 0.9, averages=tensors, names=lambda name: f"ema.{name}")
+    assert all(torch.equal(tensors[f"ema.{name}"], value) for name, value in student.named_parameters())
+    by_mapping = {
+        "0.weight": torch.zeros(7, models.INPUTS),
+        **{n: torch.zeros_like(p) for n, p in student.named_parameters() if n != "0.bias"},
+        "bias": torch.zeros(7),
+    }
+    shardow.EMA(student, 0.9, averages=by_mapping, names={"0.bias": "bias"})
+    assert torch.equal(by_mapping["bias"], student[0].bias)
+    assert ema.names == tuple(name for name, _ in student.named_parameters())
+
+
+class Adapted(nn.Module):
+    """Two adapters over one frozen base, as PEFT keeps them: the second one is the teacher's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.adapters = nn.ModuleDict({"default": nn.Linear(4, 4), "ema": nn.Linear(4, 4).requires_grad_(False)})
+
+
+def test_a_second_adapter_over_the_same_base_is_a_teacher() -> None:
+    model = Adapted()
+    ema = shardow.EMA(model, 0.5, averages=model, names=lambda name: name.replace(".default.", ".ema."))
+    default, second = model.adapters["default"], model.adapters["ema"]
+    assert torch.equal(default.weight, second.weight)
+    before = weights_of(default)
+    with torch.no_grad():
+        default.weight.add_(1)
+    ema.update()
+    assert torch.equal(second.weight, torch.lerp(before["weight"], default.weight, 0.5))
+
+
+def refused(student: nn.Module, teacher: Any, message: str, **options: Any) -> None:
+    before = weights_of(teacher) if isinstance(teacher, nn.Module) else {}
+    with pytest.raises(shardow.Error, match=message):
+        shardow.EMA(student, **{"decay": 0.9, "averages": teacher, **options})
+    if before:
+        assert all(torch.equal(before[name], value) for name, value in teacher.state_dict().items())
+
+
+def test_what_is_no_teacher_is_refused_before_anything_is_written() -> None:
+    student, teacher = pair()
+    refused(student, teacher[:3], r"missing in the teacher: 3\.weight.*Make the teacher as the student is made")
+    refused(
+        student, nn.Sequential(nn.Linear(6, 9), *teacher[1:]).requires_grad_(False), r"'0\.weight' has shape \[9, 6\]"
+    )
+    refused(student, student, "of the teacher would be trained")
+    refused(student.requires_grad_(False), student, "is the student's own", params="all")
+    student.requires_grad_(True)
+    refused(student, teacher, "one average", decay=[0.9, 0.99])
+    refused(student, teacher, "one average", device="cpu")
+    refused(student, teacher, "begin='first'", begin="first")
+    refused(student, 3, "int is neither a module nor a mapping")
+    mixed = copy.deepcopy(teacher)
+    mixed[3].double()
+    refused(student, mixed, r"'3\.weight' is torch\.float64 on cpu in the teacher")
+    strided = copy.deepcopy(teacher)
+    strided[0].weight.data = torch.zeros(models.INPUTS, 7).t()
+    refused(student, strided, "not contiguous")
+    kept = shardow.EMA(student, 0.9, averages=teacher)
+    refused(student, teacher, "is another EMA's average")
+    assert kept.step == 0
+
+
+def test_what_a_teacher_does_not_do_says_so() -> None:
+    student, teacher = pair()
+    ema = shardow.EMA(student, 0.9, averages=teacher)
+    for enter in (lambda: ema.swapped().__enter__(), ema.swap_in):
+        with pytest.raises(shardow.Error, match="the averages are the teacher's weights; call the teacher"):
+            enter()
+    with pytest.raises(shardow.Error, match="SGD holds parameters of the teacher"):
+        ema.attach(torch.optim.SGD([*student.parameters(), *teacher.parameters()], lr=0.1))
+    with pytest.raises(shardow.Error, match="can't be copied whose averages are a teacher's"):
+        copy.deepcopy(ema)
+    teacher.double()
+    with pytest.raises(shardow.Error, match="moved or replaced since this EMA was made"):
+        ema.update()
+    assert ema.step == 0
+
+
+def test_a_dropped_ema_leaves_its_teacher_to_the_next_one() -> None:
+    student, teacher = pair()
+    ema = shardow.EMA(student, 0.9, averages=teacher, overlap=True)
+    kept = weakref.ref(ema._averages)
+    del ema
+    gc.collect()
+    assert kept() is None
+    shardow.EMA(student, 0.9, averages=teacher, begin="teacher").update()
+
+
+def test_checkpoints_resume_a_student_and_its_teacher(tmp_path: Path) -> None:
+    student, teacher = pair()
+    ema = shardow.EMA(student, 0.9, averages=teacher)
+    with torch.no_grad():
+        student[0].weight.add_(1)
+    student(models.batch(torch.Generator()))
+    ema.update()
+    shardow.Checkpoints(tmp_path).save(1, student, ema)
+    wanted = weights_of(teacher)
+    again, its_teacher = pair()
+    other = shardow.EMA(again, 0.9, averages=its_teacher)
+    shardow.Checkpoints(tmp_path).restore(again, other)
+    assert other.step == 1
+    assert all(torch.equal(value, wanted[name]) for name, value in its_teacher.state_dict().items())
+    stored = [name for file in tmp_path.rglob("*.safetensors") for name in shardow.open(file) if name != "random"]
+    assert sorted(stored) == sorted([*student.state_dict(), *ema.names])  # the averages once

@@ -101,7 +101,7 @@ ssize_t TimedCalls::changing(const std::shared_ptr<NameChange>& change, Call cal
 }
 
 /// A call that opens, and changes this name where there is one. What it opens late is closed with it.
-ssize_t TimedCalls::opening(std::shared_ptr<NameChange> change, Call call) {
+ssize_t TimedCalls::opening(const std::shared_ptr<NameChange>& change, Call call) {
   const auto opened = std::make_shared<Descriptor>();
   const ssize_t result =
       changing(change, [opened, call = std::move(call)] { return opened->fd = static_cast<int>(call()); });

@@ -187,7 +187,7 @@ class TimedCalls : public Syscalls {
   static ssize_t with_errno(const Returned& returned) noexcept;  ///< as a system call does
   Returned make(Call call);
   ssize_t changing(const std::shared_ptr<NameChange>& change, Call call);
-  ssize_t opening(std::shared_ptr<NameChange> change, Call call);
+  ssize_t opening(const std::shared_ptr<NameChange>& change, Call call);
   std::shared_ptr<Caller> free_caller();
 
   const std::chrono::milliseconds patience_;

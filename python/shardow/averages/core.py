@@ -248,17 +248,14 @@ class Averages:
         step.
         """
         self.ready_to_update()
-        if not (self.options.overlap or self.offloaded):
-            self._warn_of(update())
-            self._written()
-            return
-        read(self.swap)
+        if overlapped := self.options.overlap or self.offloaded:
+            read(self.swap)
         try:
             self._warn_of(update())
-            self._written()
         finally:
-            if not attached or self.options.averages_buffers:
+            if overlapped and (not attached or self.options.averages_buffers):
                 self.swap.finish_reading()
+            self._written()
 
     def prepare_replay(self, step: int | None, samples: float) -> None:
         """See EMA.prepare_replay()."""
@@ -377,6 +374,7 @@ class Averages:
         """The averages become the weights; counters stay. Local."""
         self.ready_to_update()
         self.engine.reset()
+        self._written()
 
     def share(self, written: Sequence[Tracked]) -> None:
         """Ranks that divide the averages send each other the parts of weights that each of them wrote. Collective

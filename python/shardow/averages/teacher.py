@@ -71,6 +71,9 @@ class Teacher(Arena):
         if learns := [part.name for part in parts.values() if part.name in self._trained]:
             means = "averages are not: teacher.requires_grad_(False)"
             raise invalid(f"{_CALL}: {first_of(learns)} of the teacher would be trained, and {means}")
+        tied = all(self._part(name) is parts[row.name] for row in tracked for name in row.local.aliases)
+        if not tied or len({id(part) for part in parts.values()}) < len(parts):
+            raise invalid(f"{_CALL}: other tensors are tied in the teacher than in the student. {_LIKE}")
         own = {address_of(row.local.tensor) for row in tracked} - {0}
         for row in tracked:
             flat = parts[row.name].flat
@@ -94,9 +97,8 @@ class Teacher(Arena):
         """Gives the averages their first values, by ``copy()`` of the weights, when all ranks have a teacher that fits.
         ``wait()``: what each forward does first."""
         if self._begin == "student":
-            copy()
             self._copy((weight.name, weight.flat()) for weight in self._student.parameters)  # frozen weights
-            self.written()
+            copy()
         if wait is not None and self._held.view is not None:
             method = weakref.WeakMethod(wait)
             for module in self._held.view.model.modules():  # a part may be called

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -226,6 +227,54 @@ def test_what_is_no_teacher_is_refused_before_anything_is_written() -> None:
     kept = shardow.EMA(student, 0.9, averages=teacher)
     refused(student, teacher, "is another EMA's average")
     assert kept.step == 0
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_teacher_whose_tensors_are_tied_otherwise_is_refused(tied: bool) -> None:
+    refused(Tied(tied), Tied(not tied).requires_grad_(False), "other tensors are tied in the teacher")
+    shardow.EMA(Tied(tied), 0.9, averages=Tied(tied).requires_grad_(False)).update()
+
+
+def stale(folder: str) -> list[bool]:
+    """Whether a sharded teacher's answer is that of its averages after it was asked before they were written."""
+    student, teacher = models.build("fsdp2", 2), teacher_of("fsdp2")
+    ema = shardow.EMA(student, 0.5, averages=teacher, nonfinite="raise")
+    inputs = models.batch(torch.Generator())
+    fresh = []
+
+    def check() -> None:
+        teacher.eval()
+        with torch.no_grad():
+            answer = teacher(inputs)
+            for module in teacher.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+            fresh.append(torch.equal(answer, teacher(inputs)))
+
+    check()
+    for parameter in student.parameters():
+        parameter.data.mul_(2)
+    shardow.Checkpoints(folder).save(1, student)
+    shardow.Checkpoints(folder).restore(student, ema, absent={"averages": "from_model"})
+    check()
+    list(student.parameters())[-1].data.fill_(float("nan"))
+    student.get_submodule("0").weight.data.mul_(2)
+    with contextlib.suppress(ValueError):
+        ema.update()
+    check()
+    return fresh
+
+
+def test_a_teacher_answers_by_its_averages_however_they_were_written(tmp_path: Path) -> None:
+    assert ranks.run(2, stale, str(tmp_path)) == [[True, True, True]] * 2
 
 
 def test_what_a_teacher_does_not_do_says_so() -> None:

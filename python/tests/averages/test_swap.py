@@ -4,6 +4,7 @@ back or can be brought back, and nothing hands out the one for the other."""
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch import nn
 
 import shardow
 from shardow.averages.swap_memory import SwapMemory
+from shardow.base import signals
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.model import swap_guard
 
@@ -29,6 +31,17 @@ PARTS = (
     "averages/swap_memory.py",
     "base/signals.py",
 )
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An interruption before a line of Held leaves it in force, and later tests of this process with held signals."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    monkeypatch.setattr(signals, "_holding", [])
+    yield
+    for number, handler in handlers.items():
+        if callable(handler):
+            signal.signal(number, handler)
 
 
 def build(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

@@ -139,66 +139,66 @@ EXCHANGED = 32 << 20  # bytes that all members of a group send in one round, as 
 def share_out(what: str, tracked: Sequence[Tracked], team: Team) -> None:
     """Each stretched tensor learns which rank has which stretch of it. Collective. Raises ValueError on every rank
     where together they don't have every element once."""
-    mine = {
-        i: (one.begin, one.begin + one.region.size)
-        for i, one in enumerate(tracked)
-        if one.stretched and one.region.size
+    own = {
+        i: (row.begin, row.begin + row.region.size)
+        for i, row in enumerate(tracked)
+        if row.stretched and row.region.size
     }
-    told = [
-        {int(i): ends for i, ends in json.loads(text).items()} for text in team.gather(what, json.dumps(mine).encode())
+    by_rank = [
+        {int(i): ends for i, ends in json.loads(text).items()} for text in team.gather(what, json.dumps(own).encode())
     ]
-    team.agree(what, lambda: _take_in(tracked, told, team))
+    team.agree(what, lambda: _take_in(tracked, by_rank, team))
 
 
-def _take_in(tracked: Sequence[Tracked], told: Sequence[dict[int, tuple[int, int]]], team: Team) -> None:
-    everybody = [0] if team.process_group is None else dist.get_process_group_ranks(team.process_group)
+def _take_in(tracked: Sequence[Tracked], by_rank: Sequence[dict[int, tuple[int, int]]], team: Team) -> None:
+    team_ranks = [0] if team.process_group is None else dist.get_process_group_ranks(team.process_group)
     places: dict[int, dict[int, int]] = {}  # of each replica group, by its id: {rank in the team: index in the group}
-    for one in tracked:
-        if one.stretched:
-            if len(one.local.replicas) > 1:
+    for row in tracked:
+        if row.stretched:
+            if len(row.local.replicas) > 1:
                 way_out = "give whole masters, or one group of replicas"
-                raise unsupported(f"source= of '{one.name}' is a stretch, and replicas of it nest; {way_out}")
-            one.owners = {}
-            for group, _, _ in one.local.replicas:
+                raise unsupported(f"source= of '{row.name}' is a stretch, and replicas of it nest; {way_out}")
+            row.owners = {}
+            for group, _, _ in row.local.replicas:
                 ranks = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
-                places.setdefault(id(group), {at: ranks[rank] for at, rank in enumerate(everybody) if rank in ranks})
-    for at, parts in enumerate(told):
+                places.setdefault(id(group), {at: ranks[rank] for at, rank in enumerate(team_ranks) if rank in ranks})
+    for at, parts in enumerate(by_rank):
         for i, (begin, end) in parts.items():
-            one = tracked[i]
+            row = tracked[i]
             index = (
-                places[id(one.local.replicas[0][0])].get(at) if one.local.replicas else 0 if at == team.rank else None
+                places[id(row.local.replicas[0][0])].get(at) if row.local.replicas else 0 if at == team.rank else None
             )
             if index is not None:
-                one.owners[index] = (begin, end)
-    for one in tracked:
-        if one.stretched:
-            _check_whole(one)
+                row.owners[index] = (begin, end)
+    for row in tracked:
+        if row.stretched:
+            _check_whole(row)
 
 
-def _check_whole(one: Tracked) -> None:
+def _check_whole(row: Tracked) -> None:
     at = 0
-    for begin, end in sorted(one.owners.values()):
+    for begin, end in sorted(row.owners.values()):
         if begin != at:
             break
         at = end
     else:
-        if at == one.local.region.size:
+        if at == row.local.region.size:
             return
-    had = ", ".join(f"[{begin}, {end})" for begin, end in sorted(one.owners.values())[:8]) or "none"
-    size = one.local.region.size
+    had = ", ".join(f"[{begin}, {end})" for begin, end in sorted(row.owners.values())[:8]) or "none"
+    size = row.local.region.size
     raise invalid(
-        f"source= of '{one.name}': of its {size} elements the ranks that hold them have {had}; each must be in one "
+        f"source= of '{row.name}': of its {size} elements the ranks that hold them have {had}; each must be in one "
         "stretch"
     )
 
 
 def rounds(tracked: Sequence[Tracked], members: int) -> Iterator[list[list[Piece]]]:
-    """What each member of a replica group sends in each round, so that all have all of ``tracked``, of one dtype; no
-    list is empty.
+    """Yields what each member of a replica group sends in each round, so that all have all of ``tracked``, of one
+    dtype; no list is empty.
     """
     queues: list[deque[Piece]] = [deque() for _ in range(members)]
-    for i, one in enumerate(tracked):
-        for member, (begin, end) in one.owners.items():
+    for i, row in enumerate(tracked):
+        for member, (begin, end) in row.owners.items():
             queues[member].append((i, begin, end))
     each = max(EXCHANGED // tracked[0].local.tensor.itemsize // members, 1)
     while any(queues):

@@ -49,8 +49,8 @@ _LONGEST = 2000  # characters of an error that travel to other ranks
 
 
 class Status(NamedTuple):
-    """What a rank tells. ``shared``: it needs other ranks' parts; ``error``: what ended its block; ``refusal``: why its
-    weights can't be put back."""
+    """Outcome of a block on one rank. ``shared``: it needs other ranks' parts; ``error``: what ended its block;
+    ``refusal``: why its weights can't be put back."""
 
     shared: bool
     error: str | None = None
@@ -62,14 +62,14 @@ class Status(NamedTuple):
 
 
 class Meeting:
-    """Of one swap. Made by all ranks together."""
+    """Where ranks meet at the end of one swap; made by all of them together."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
         self._key = f"swap {team.rounds}"  # equal on all ranks, which have just met
 
     def note(self, failure: str) -> None:
-        """For ranks that come later; waits for nobody."""
+        """Leaves word for ranks that come later; does not wait."""
         self._team.note(self._key, f"rank {self._team.rank} left swapped() with {failure}")
 
     def tell(self, status: Status) -> list[Status] | None:
@@ -88,7 +88,7 @@ class Meeting:
             patience = max(self._team.timeout - (time.monotonic() - began), _GRACE)
         try:
             return [
-                Status(*json.loads(one)) for one in self._team.gather(LEAVING, json.dumps(status).encode(), patience)
+                Status(*json.loads(text)) for text in self._team.gather(LEAVING, json.dumps(status).encode(), patience)
             ]
         except errors.Error as missing:  # or another rank is in another call
             if status.failure:
@@ -100,7 +100,7 @@ class Meeting:
     def raise_for(self, by_rank: Sequence[Status] | None) -> None:
         """On ranks that fared well, where another did not."""
         failed = [
-            f"rank {rank} left swapped() with {one.failure}" for rank, one in enumerate(by_rank or ()) if one.failure
+            f"rank {rank} left swapped() with {end.failure}" for rank, end in enumerate(by_rank or ()) if end.failure
         ]
         if by_rank and failed and not by_rank[self._team.rank].failure:
             raise errors.make("peer_failed", f"{'; '.join(failed)}. The weights are back on this rank")
@@ -112,7 +112,7 @@ def text_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def noted_in(error: BaseException | None) -> Iterator[None]:
-    """What goes wrong besides ``error``, which is raised, is told in a note of it. Without one it is raised itself."""
+    """Adds what goes wrong besides ``error``, which is raised, to it as a note; raises it where there is no error."""
     try:
         yield
     except Exception as second:

@@ -1,4 +1,4 @@
-"""A teacher: averages in the parameters of a module that training calls, or in tensors that are teacher. There is no
+"""A teacher: averages in the parameters of a module that training calls, or in tensors that are given. There is no
 second set of them."""
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Teacher(Arena):
         if learns := [part.name for part in parts.values() if part.name in self._trained]:
             means = "averages are not: teacher.requires_grad_(False)"
             raise invalid(f"{_CALL}: {first_of(learns)} of the teacher would be trained, and {means}")
-        tied = all(self._part(name) is parts[row.name] for row in tracked for name in row.local.aliases)
-        if not tied or len({id(part) for part in parts.values()}) < len(parts):
+        alike = all(self._part(name) is parts[row.name] for row in tracked for name in row.local.aliases)
+        if not alike or len({id(part) for part in parts.values()}) < len(parts):
             raise invalid(f"{_CALL}: other tensors are tied in the teacher than in the student. {_LIKE}")
         own = {address_of(row.local.tensor) for row in tracked} - {0}
         for row in tracked:

@@ -33,16 +33,16 @@ class Arena:
 
     def __init__(self, regions: Sequence[_core.Region], dtype: torch.dtype, count: int, device: torch.device) -> None:
         begins, total = [], 0
-        for one in regions:
+        for region in regions:
             begins.append(total)
-            total += -(-one.size * dtype.itemsize // _ALIGN) * _ALIGN
+            total += -(-region.size * dtype.itemsize // _ALIGN) * _ALIGN
         stride = _core.arena_stride(total, count) if device.type == "cpu" else total
         self._memory = _memory((count - 1) * stride + total, device)
         with _disable_current_modes():  # whatever modes are in force
             #: Of each region its averages, 1-D.
             self.tensors = [
-                [_slice(self._memory, k * stride + begin, one.size, dtype) for k in range(count)]
-                for one, begin in zip(regions, begins, strict=True)
+                [_slice(self._memory, k * stride + begin, region.size, dtype) for k in range(count)]
+                for region, begin in zip(regions, begins, strict=True)
             ]
 
     @property

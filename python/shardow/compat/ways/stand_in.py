@@ -1,5 +1,5 @@
 """StandIn: looks like an averaged second model where none can be had: the first one, with an EMA's averages in it while
-it is called.
+it is called. And the ranks that act together, for surfaces whose origins have no word for them.
 """
 
 from __future__ import annotations

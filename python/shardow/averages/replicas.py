@@ -130,8 +130,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-Piece = tuple[int, int, int]  # elements [begin, end) of the local memory of tensor number i: (i, begin, end)
 # ---- stretches of masters
+
+Piece = tuple[int, int, int]  # elements [begin, end) of the local memory of tensor number i: (i, begin, end)
 
 EXCHANGED = 32 << 20  # bytes that all members of a group send in one round, as the engine's plan has it
 
@@ -152,7 +153,7 @@ def share_out(what: str, tracked: Sequence[Tracked], team: Team) -> None:
 
 def _take_in(tracked: Sequence[Tracked], by_rank: Sequence[dict[int, tuple[int, int]]], team: Team) -> None:
     team_ranks = [0] if team.process_group is None else dist.get_process_group_ranks(team.process_group)
-    places: dict[int, dict[int, int]] = {}  # of each replica group, by its id: {rank in the team: index in the group}
+    indices: dict[int, dict[int, int]] = {}  # of each replica group, by its id: {rank in the team: index in the group}
     for row in tracked:
         if row.stretched:
             if len(row.local.replicas) > 1:
@@ -160,16 +161,15 @@ def _take_in(tracked: Sequence[Tracked], by_rank: Sequence[dict[int, tuple[int, 
                 raise unsupported(f"source= of '{row.name}' is a stretch, and replicas of it nest; {way_out}")
             row.owners = {}
             for group, _, _ in row.local.replicas:
-                ranks = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
-                places.setdefault(id(group), {at: ranks[rank] for at, rank in enumerate(team_ranks) if rank in ranks})
-    for at, parts in enumerate(by_rank):
+                members = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
+                own = {rank: members[member] for rank, member in enumerate(team_ranks) if member in members}
+                indices.setdefault(id(group), own)
+    for rank, parts in enumerate(by_rank):
         for i, (begin, end) in parts.items():
             row = tracked[i]
-            index = (
-                places[id(row.local.replicas[0][0])].get(at) if row.local.replicas else 0 if at == team.rank else None
-            )
-            if index is not None:
-                row.owners[index] = (begin, end)
+            index_of = indices[id(row.local.replicas[0][0])] if row.local.replicas else {team.rank: 0}
+            if rank in index_of:
+                row.owners[index_of[rank]] = (begin, end)
     for row in tracked:
         if row.stretched:
             _check_whole(row)

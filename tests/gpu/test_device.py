@@ -5,7 +5,9 @@ Skipped, with the reason, where no device answers; `make gpu` runs it where one 
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,17 +198,27 @@ def test_a_background_save_is_of_the_moment_it_began(tmp_path: Path) -> None:
         same({name: opened[name] for name in before}, before)
 
 
-def test_a_sharded_model_on_the_device(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def one_rank() -> Iterator[Any]:
+    """A process group of this process alone, and its mesh."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29501")
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
     try:
+        yield init_device_mesh("cuda", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_model_on_the_device(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with one_rank() as mesh:
         whole, sharded = model_of(torch.float32), model_of(torch.float32).cuda()
-        fully_shard(sharded, mesh=init_device_mesh("cuda", (1,)))
+        fully_shard(sharded, mesh=mesh)
         emas = [shardow.EMA(whole, decay=0.9), shardow.EMA(sharded, decay=0.9)]
         for ema in emas:
             ema.update()
@@ -217,5 +229,3 @@ def test_a_sharded_model_on_the_device(tmp_path: Path) -> None:
         with emas[1].swapped():
             pass
         assert torch.equal(sharded[0].weight.to_local(), before)
-    finally:
-        dist.destroy_process_group()

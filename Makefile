@@ -82,7 +82,7 @@ build/torch-%: build/.tests
 	  echo "import site; site.addsitedir('$$packages')" >$$(echo $@/lib/python3*/site-packages)/rest.pth; done
 
 # What has no smaller form, or a matrix that CI has whole.
-SLOW := tests/test_benchmarks.py tests/libtorch tests/nvrtc python/tests/averages/test_bit_identical.py
+SLOW := tests/test_benchmarks.py tests/libtorch tests/nvrtc tests/install/test_install.py python/tests/averages/test_bit_identical.py
 
 test-slow: build build/.slow-packages  ## the simulator in full, and that it finds mistakes; benchmarks, LibTorch's examples, all shardings, DeepSpeed; five minutes
 	build/release/simulate_test --gtest_filter=Simulate.*

@@ -22,7 +22,8 @@ namespace shardow {
 
 namespace average {
 struct [[gnu::visibility("hidden")]] Driver;
-}
+class [[gnu::visibility("hidden")]] OtherMemory;
+}  // namespace average
 
 struct UpdateReport {
   bool applied = false;    ///< false: skipped by update_every
@@ -130,7 +131,7 @@ class Average {
 
  private:
   Average(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages, AverageOptions options,
-          std::nullptr_t);
+          std::shared_ptr<average::OtherMemory> other);
 
   friend struct average::Driver;
   struct [[gnu::visibility("hidden")]] Impl;

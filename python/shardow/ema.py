@@ -57,7 +57,7 @@ class EMA:
             "difference" (e.sub_((1-d)*(e-p))), "fused_difference" (e.sub_(e-p, alpha=1-d)) or "quotient" (e + (p-e) /
             (1/(1-d))): bit-equal to those forms.
         stochastic: round the increment stochastically; "auto": where 1 - decay < 5e-5, where rounding to nearest would
-            lose it.
+            lose it, and all 16-bit averages, which False rounds to nearest, by PyTorch's operations.
         nonfinite: "hold": where a weight is NaN or Inf its average stays and is counted; "propagate"; "raise": held,
             then ValueError, with several ranks at the next collective call of this EMA and on all of them; the update
             is made and counted by then.

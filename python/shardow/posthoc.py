@@ -126,19 +126,31 @@ def sweep(
     the snapshots.
 
     Args:
-        picture: a path that ends in .svg, for a picture of it.
+        picture: a path for a picture of it, whose suffix is its format. Needs matplotlib.
         step: as in plan().
         sigma_rels: widths in (0, 0.28]; by default 46 of them.
     """
-    drawn = None if picture is None else Path(paths.to_write(picture))
-    if drawn is not None and drawn.suffix != ".svg":
-        raise invalid(f"{drawn}: the picture is an SVG; give a path that ends in .svg")
+    drawing = None if picture is None else Path(paths.to_write(picture))
     step = None if step is None else whole("step", step)
     widths = [number("sigma_rels", width) for width in several("sigma_rels", sigma_rels)]
     found: Any = _core.posthoc_sweep(Path(paths.to_read(directory)), step, widths)
-    if drawn is not None:
-        drawn.write_text(found.svg(), encoding="utf-8")
+    if drawing is not None:
+        _draw(found, drawing)
     return found  # type: ignore[no-any-return]
+
+
+def _draw(errors: Sweep, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    axes, widths = figure.subplots(), [point.sigma_rel for point in errors.points]
+    axes.semilogy(widths, [point.residual for point in errors.points], "#2c6fbb", label="residual of the profile")
+    axes.semilogy(widths, [point.rounding for point in errors.points], "#d9692b", ls="--", label="their rounding")
+    for width in errors.tracked:
+        axes.axvline(width, color="#5b6475", ls=":", label=f"tracked: {width:g}")
+    axes.set(title=f"Expected error at step {errors.step}, {errors.snapshots} snapshots", xlabel="sigma_rel")
+    axes.legend()
+    figure.savefig(path)
 
 
 __all__ = ["Plan", "Sweep", "SweepPoint", "Term", "plan", "sweep", "synthesize"]

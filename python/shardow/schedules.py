@@ -194,16 +194,11 @@ def _as_schedule(decay: object) -> Schedule:
     try:
         decay = number("decay", decay)
     except errors.Error:
-        raise errors.UnknownOptionError(
-            f"decay={decay!r}; give a number in [0, 1] or a schedule of shardow.schedules"
-        ) from None
+        raise errors.UnknownOptionError(f"decay={decay!r}; give one in [0, 1] or one of shardow.schedules") from None
     if not 0 <= decay <= 1:
         raise invalid(f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999")
     if 0 < decay < 0.5:
-        warn(
-            f"decay={decay} keeps less than half of the average at each step; it looks like a lerp weight, whose "
-            f"decay is {1 - decay}"
-        )
+        warn(f"decay={decay} keeps less than half at each step; a lerp weight? its decay is {1 - decay}")
     return constant(decay)
 
 

@@ -11,8 +11,11 @@
 
 #include "average/arena.h"
 #include "average/driver.h"
+#include "average/plan.h"
 #include "core.h"
 #include "kernels/cuda.h"
+#include "kernels/noise.h"
+#include "shardow/error.h"
 #include "tensor/dtype.h"
 
 namespace nb = nanobind;
@@ -31,6 +34,77 @@ Any& waited(Any& average) {
   average.wait();
   return average;
 }
+
+/// Calls the Updater of python/shardow/averages/torch_rules.py.
+class PythonBackend final : public average::Backend {
+ public:
+  PythonBackend(nb::object updater, std::span<const TensorView> parameters) : updater_(std::move(updater)) {
+    for (const TensorView& parameter : parameters) begins_.push_back(parameter.data);
+  }
+  ~PythonBackend() override {
+    const nb::gil_scoped_acquire gil;
+    updater_.reset();
+  }
+
+  void prepare_noise() override {}
+  average::NonFiniteCount update(const kernels::Step& step, bool /*by_runs*/) override {
+    const nb::gil_scoped_acquire gil;
+    nb::list averages;
+    for (int k = 0; k < step.num_averages; ++k) {
+      const auto& [form, decay, weight] = step.averages[static_cast<size_t>(k)];
+      averages.append(nb::make_tuple(static_cast<int>(form), decay, weight));
+    }
+    try {
+      updater_.attr("update")(averages, step.hold, step.seed, step.step);
+    } catch (const nb::python_error& error) {
+      throw Error(Code::kInternal, without_stack(error));
+    }
+    return {};
+  }
+  void copy_parameters() override {
+    const nb::gil_scoped_acquire gil;
+    updater_.attr("copy")();
+  }
+  average::NonFiniteCount read_count() override {
+    const nb::gil_scoped_acquire gil;
+    const auto [elements, first] = nb::cast<std::pair<int64_t, size_t>>(updater_.attr("read_count")());
+    return {elements, elements > 0 ? begins_[first] : nullptr};
+  }
+  int64_t table_bytes() const noexcept override { return 0; }
+
+ private:
+  nb::object updater_;
+  std::vector<const void*> begins_;
+};
+
+class PythonMemory final : public average::OtherMemory {
+ public:
+  explicit PythonMemory(nb::object memory) : memory_(std::move(memory)) {}
+  ~PythonMemory() override {
+    const nb::gil_scoped_acquire gil;
+    memory_.reset();
+  }
+
+  std::unique_ptr<average::Backend> bind(std::span<const TensorView> parameters) override {
+    const nb::gil_scoped_acquire gil;
+    nb::list names;
+    for (const TensorView& parameter : parameters) names.append(parameter.name);
+    return std::make_unique<PythonBackend>(memory_.attr("bind")(names), parameters);
+  }
+  void keep(const TensorView& weights) override { call("keep", weights.name); }
+  void show(const TensorView& weights, size_t k) override { call("show", weights.name, k); }
+  void put_back(const TensorView& weights) override { call("put_back", weights.name); }
+  void forget() override { call("forget"); }
+
+ private:
+  template <class... Arguments>
+  void call(const char* name, const Arguments&... arguments) {
+    const nb::gil_scoped_acquire gil;
+    memory_.attr(name)(arguments...);
+  }
+
+  nb::object memory_;
+};
 
 nb::dict stats_dict(const Average& average) {
   AverageStats stats;
@@ -82,7 +156,9 @@ void bind_average(nb::module_& m) {
           "__init__",
           [](TensorView* self, std::string name, const std::string& dtype, const Region& region, uintptr_t data,
              const std::string& device, int index, uintptr_t stream) {
-            const Device::Kind kind = device == "cuda" ? Device::Kind::kCuda : Device::Kind::kCpu;
+            const Device::Kind kind = device == "cuda"    ? Device::Kind::kCuda
+                                      : device == "other" ? average::kOther
+                                                          : Device::Kind::kCpu;
             new (self) TensorView{std::move(name),
                                   dtype_from_name(dtype),
                                   region,
@@ -125,11 +201,14 @@ void bind_average(nb::module_& m) {
       .def(
           "__init__",
           [](Average* self, std::vector<TensorView> parameters, std::vector<std::vector<TensorView>> averages,
-             const AverageOptions& options) {
-            new (self) Average(Driver::make(std::move(parameters), std::move(averages), options));
+             const AverageOptions& options, nb::object other) {
+            std::shared_ptr<average::OtherMemory> memory;
+            if (!other.is_none()) memory = std::make_shared<PythonMemory>(std::move(other));
+            new (self) Average(Driver::make(std::move(parameters), std::move(averages), options, std::move(memory)));
             Driver::abandon_swap(*self);  // Python gives memory back in any order
           },
-          "parameters"_a, "averages"_a, "options"_a)
+          "parameters"_a, "averages"_a, "options"_a, "other"_a = nb::none(),
+          "`other`: what does the work on views of the device \"other\"")
       .def(
           "bind", [](Average& self, const std::vector<TensorView>& parameters) { waited(self).bind(parameters); },
           "parameters"_a)
@@ -245,6 +324,24 @@ void bind_average(nb::module_& m) {
         return std::tuple(compiler, device, seconds);
       },
       "(\"NVRTC 12.9\", the device's name, seconds): of the CUDA kernels compiled in this process; empty: none.");
+  m.def(
+      "cuda_refusal",
+      [](int index) {
+        try {
+          kernels::cuda::check_kernels(index);
+          return std::string();
+        } catch (const Error& error) {
+          return std::string(error.what());
+        }
+      },
+      "index"_a, "Why a CUDA device doesn't run the engine's kernels; empty: it does.");
+  m.def(
+      "noise_key",
+      [](uint64_t seed, int64_t step, std::string_view tensor, int average) {
+        const kernels::NoiseKey key = kernels::noise_key(seed, step, average::hash_name(tensor), average, 0);
+        return std::pair(key.start, key.mix);
+      },
+      "seed"_a, "step"_a, "tensor"_a, "average"_a, "(start, mix) of src/kernels/noise.h, below 2^32 elements.");
   m.def("arena_stride", &average::arena_stride, "bytes"_a, "num_averages"_a,
         "Bytes from one average's memory to the next one's, on a CPU.");
 }

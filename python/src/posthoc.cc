@@ -102,8 +102,7 @@ void bind_posthoc(nb::module_& m) {
       .def_ro("step", &Sweep::step)
       .def_ro("snapshots", &Sweep::snapshots)
       .def_ro("tracked", &Sweep::tracked, "sigma_rel of the snapshots' own averages.")
-      .def_ro("points", &Sweep::points)
-      .def("svg", &posthoc::svg, "A picture of it.");
+      .def_ro("points", &Sweep::points);
   m.def(
       "posthoc_sweep",
       [](const std::filesystem::path& directory, std::optional<int64_t> step, std::vector<double> sigma_rels) {

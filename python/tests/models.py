@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import shardow
 
 INPUTS = 6
+#: Where models are shared; a process of ranks may name another device.
+DEVICE = "cpu"
 
 
 def make(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
@@ -53,11 +55,11 @@ def _units(model: nn.Module) -> list[str]:
 def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Module, int], nn.Module]:
     def apply(model: nn.Module, world: int) -> nn.Module:
         options = {
-            "device_id": torch.device("cpu"), "use_orig_params": use_orig_params, "sharding_strategy": strategy,
+            "device_id": torch.device(DEVICE), "use_orig_params": use_orig_params, "sharding_strategy": strategy,
             "param_init_fn": shardow.to_empty
         }  # fmt: skip
         if strategy is ShardingStrategy.HYBRID_SHARD:
-            options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))
+            options["device_mesh"] = init_device_mesh(DEVICE, (2, world // 2))
         for name in _units(model):
             setattr(model, name, FullyShardedDataParallel(getattr(model, name), **options))
         return FullyShardedDataParallel(model, **options)
@@ -66,21 +68,21 @@ def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Mo
 
 
 def _fsdp2(model: nn.Module, world: int) -> nn.Module:
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(DEVICE, (world,))
     for name in _units(model):
         fully_shard(getattr(model, name), mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
 def _hsdp(model: nn.Module, world: int) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=("replicate", "shard"))
     for name in _units(model)[:1]:
         fully_shard(getattr(model, name), mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
 def _tp_fsdp2(model: nn.Sequential, world: int) -> nn.Module:
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (world // 2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(
         model,
         mesh["tp"],
@@ -119,7 +121,7 @@ _PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 def build(kind: str, world: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     model = make_even(dtype, seed) if kind == "tp+fsdp2" else make(dtype, seed)
-    return PARALLEL[kind](model, world)
+    return PARALLEL[kind](model if DEVICE == "cpu" else model.to(DEVICE), world)
 
 
 def plain_twin(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:

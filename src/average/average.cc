@@ -15,8 +15,8 @@ namespace shardow {
 using base::fail;
 
 Average::Average(std::vector<TensorView> parameters, std::vector<std::vector<TensorView>> averages,
-                 AverageOptions options, std::nullptr_t)
-    : impl_(std::make_unique<Impl>(std::move(parameters), std::move(options))) {
+                 AverageOptions options, std::shared_ptr<average::OtherMemory> other)
+    : impl_(std::make_unique<Impl>(std::move(parameters), std::move(options), std::move(other))) {
   average::check_averages(impl_->parts, averages, impl_->options);
   average::check_apart(impl_->whole(), averages);
   impl_->averages = std::move(averages);
@@ -25,7 +25,7 @@ Average::Average(std::vector<TensorView> parameters, std::vector<std::vector<Ten
 }
 
 Average::Average(std::span<const TensorView> parameters, AverageOptions options)
-    : impl_(std::make_unique<Impl>(std::vector(parameters.begin(), parameters.end()), std::move(options))) {
+    : impl_(std::make_unique<Impl>(std::vector(parameters.begin(), parameters.end()), std::move(options), nullptr)) {
   average::check_apart(impl_->whole());
   average::check_overlap(impl_->parts, impl_->parts, impl_->options);
   impl_->allocate();
@@ -164,7 +164,7 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
   if (from == OptionsFrom::kFile) {
     AverageOptions merged = average::with_options_of(state.options, options);
     try {
-      average::check_options(merged);
+      average::check_options(merged, other == nullptr);
     } catch (const Error& error) {
       fail(error.code(),
            "the saved state's options do not fit averages of dtype {} (go on with your own options instead): {}",

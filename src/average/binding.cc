@@ -83,9 +83,10 @@ std::string names_of(std::span<const TensorView> views) {
 
 }  // namespace
 
-Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen)
-    : user(names_of(parameters)), options(std::move(chosen)) {
-  average::check_options(options);
+Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen,
+                    std::shared_ptr<average::OtherMemory> others)
+    : user(names_of(parameters)), options(std::move(chosen)), other(std::move(others)) {
+  average::check_options(options, other == nullptr);
   average::check_parameters(parameters);
   average::check_devices(parameters, options);
   if (options.replicas == nullptr) {
@@ -178,12 +179,14 @@ Average::Impl::Bound Average::Impl::make_bound(std::span<const TensorView> views
       }
       made.offloads.push_back(
           std::make_unique<average::Offload>(device, parameters, averaged, std::move(ring), *background_pool_));
+    } else if (device.kind == average::kOther) {
+      made.backends.push_back(other->bind(parameters));
     } else {
       made.backends.push_back(
           average::make_backend(device, parameters, averaged, options.overlap ? *background_pool_ : *pool));
-      if (options.rounding == Rounding::kStochastic)
-        made.backends.back()->prepare_noise();  // else before the first step that draws noise
     }
+    if (!place.offloaded && options.rounding == Rounding::kStochastic)
+      made.backends.back()->prepare_noise();  // else before the first step that draws noise
   }
   return made;
 }

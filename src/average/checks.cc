@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "average/other_memory.h"
 #include "base/errors.h"
 #include "kernels/kernels.h"
 #include "tensor/dtype.h"
@@ -23,8 +24,8 @@ void check_at_least(const char* name, int64_t value, int64_t least) {
   if (value < least) fail(Code::kInvalidArgument, "{} is {}; it must be at least {}", name, value, least);
 }
 
-void check_rounding(const AverageOptions& options) {
-  const bool narrow = options.dtype == DType::kBF16 || options.dtype == DType::kF16;
+void check_rounding(const AverageOptions& options, bool of_kernels) {
+  const bool narrow = of_kernels && (options.dtype == DType::kBF16 || options.dtype == DType::kF16);
   if (options.rounding == Rounding::kStochastic && options.rule != Rule::kLerp) {
     fail(Code::kInvalidArgument,
          "stochastic rounding is of the lerp rule's increment; use rule lerp, or rounding auto or nearest");
@@ -100,7 +101,7 @@ void check_shape(std::span<const TensorView> bound, std::span<const TensorView> 
 
 }  // namespace
 
-void check_options(const AverageOptions& options) {
+void check_options(const AverageOptions& options, bool of_kernels) {
   if (options.schedules.empty() || options.schedules.size() > kernels::kMaxAverages) {
     fail(Code::kInvalidArgument, "{} schedules; 1 to {} averages are kept in one pass", options.schedules.size(),
          kernels::kMaxAverages);
@@ -111,7 +112,7 @@ void check_options(const AverageOptions& options) {
   check_at_least("start_step", options.start_step, 0);
   check_at_least("num_threads", options.num_threads, 0);
   check_at_least("ring_bytes", options.ring_bytes, kLeastRingBytes);
-  check_rounding(options);
+  check_rounding(options, of_kernels);
 }
 
 void check_parameters(std::span<const TensorView> parameters) {
@@ -137,6 +138,7 @@ void check_devices(std::span<const TensorView> parameters, const AverageOptions&
            "all-gather the parts with the collectives of your framework",
            view.name, view.device.index);
     }
+    if (is_other(view)) continue;
     const TensorView& other = *first.emplace(view.device.index, &view).first->second;
     if (other.device.stream != view.device.stream) {
       fail(Code::kInvalidArgument,
@@ -151,11 +153,11 @@ void check_overlap(std::span<const TensorView> parameters, std::span<const Tenso
   if (!options.overlap) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (averages[i].device.kind == Device::Kind::kCpu) continue;
-    fail(Code::kUnsupported,
-         "'{}' is on CUDA device {}, and its average with it: AverageOptions.overlap is of updates on the host; a "
-         "device's go on by "
-         "themselves",
-         parameters[i].name, parameters[i].device.index);
+    fail(
+        Code::kUnsupported,
+        "'{}' is on a device, and its average with it: AverageOptions.overlap is of updates on the host; a device's go "
+        "on by themselves",
+        parameters[i].name);
   }
 }
 

@@ -8,7 +8,8 @@
 
 namespace shardow::average {
 
-void check_options(const AverageOptions& options);
+/// `of_kernels`: by the engine's own, which round 16-bit averages stochastically alone.
+void check_options(const AverageOptions& options, bool of_kernels);
 
 /// Names unique, dtypes averaged, memory there.
 void check_parameters(std::span<const TensorView> parameters);

@@ -16,8 +16,8 @@ SwapState Driver::swap_state(const Average& ema) noexcept {
 }
 
 Average Driver::make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages,
-                     AverageOptions options) {
-  return {std::move(weights), std::move(averages), std::move(options), nullptr};
+                     AverageOptions options, std::shared_ptr<OtherMemory> other) {
+  return {std::move(weights), std::move(averages), std::move(options), std::move(other)};
 }
 
 void Driver::share(Average& ema) {

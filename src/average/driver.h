@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "average/counters.h"
+#include "average/other_memory.h"
 #include "shardow/average.h"
 
 namespace shardow::average {
@@ -22,9 +23,9 @@ struct SwapState {
 struct Driver {
   static SwapState swap_state(const Average& ema) noexcept;
 
-  /// Of views that the caller needs no more: a million of them are 100 MB.
+  /// Of views that the caller needs no more: a million of them are 100 MB. `other` does the work of those on kOther.
   static Average make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages,
-                      AverageOptions options);
+                      AverageOptions options, std::shared_ptr<OtherMemory> other);
 
   /// swap_out() in steps, for callers who send replicas their parts themselves: share() before other replicas' memory
   /// is overwritten, take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as

@@ -12,6 +12,7 @@
 #include "average/division.h"
 #include "average/offload.h"
 #include "average/one_user.h"
+#include "average/other_memory.h"
 #include "average/ring_swap.h"
 #include "base/worker.h"
 #include "kernels/memory.h"
@@ -31,6 +32,7 @@ struct Average::Impl {
   std::vector<TensorView> undivided;              // the parameters, where replicas divide them
   std::vector<std::vector<TensorView>> averages;  // [k][parameter]
   kernels::Memory memory;                         // of the averages, where they are our own
+  std::shared_ptr<average::OtherMemory> other;    // where kernels reach neither parameters nor averages
   std::unique_ptr<base::ThreadPool> pool;         // of all work on a CPU but updates in the background; never null
 
   /// What averages, of the views as bound: those whose averages lie beside them, and those whose averages are on the
@@ -71,7 +73,7 @@ struct Average::Impl {
   double seconds = 0;
   double hidden_seconds = 0, waited_seconds = 0;
 
-  Impl(std::vector<TensorView> parameters, AverageOptions chosen);
+  Impl(std::vector<TensorView> parameters, AverageOptions chosen, std::shared_ptr<average::OtherMemory> others);
   ~Impl();  ///< takes the weights back where a swap is open
 
   /// First in each call of the face that reads or writes what another call may write.

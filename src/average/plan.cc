@@ -7,7 +7,6 @@
 #include <array>
 #include <cstdint>
 #include <optional>
-#include <string_view>
 
 #include "tensor/dtype.h"
 #include "tensor/runs.h"
@@ -16,13 +15,6 @@ namespace shardow::average {
 namespace {
 
 using kernels::Chunk;
-
-/// FNV-1a (Fowler, Noll, Vo): spreads names, so that equal positions of two tensors draw different noise.
-uint64_t hash_name(std::string_view name) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  return hash;
-}
 
 /// True where elements are not the first ones of their tensor, one after another.
 bool jumps(const Region& region) {
@@ -36,6 +28,12 @@ int64_t num_chunks(const TensorView& view, int64_t chunk_elements) {
 }
 
 }  // namespace
+
+uint64_t hash_name(std::string_view name) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return hash;
+}
 
 std::vector<Chunk> make_chunks(std::span<const TensorView> parameters,
                                std::span<const std::vector<TensorView>> averages, int64_t chunk_elements) {

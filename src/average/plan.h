@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -18,6 +19,9 @@ namespace shardow::average {
 /// Elements of the largest chunk: 256 KiB of float32, large enough to hide a chunk's start, small enough to divide work
 /// evenly.
 inline constexpr int64_t kChunkElements = int64_t{64} * 1024;
+
+/// FNV-1a (Fowler, Noll, Vo): spreads names, so that equal positions of two tensors draw different noise.
+uint64_t hash_name(std::string_view name);
 
 /// One table for `parameters` and their averages, cut for size alone; averages[k][i] belongs to parameters[i] and has
 /// its region. Chunk c of a view begins at its element c * chunk_elements; global_begin counts as if the view were the

@@ -127,7 +127,7 @@ Average::Impl::Swap Average::Impl::prepare_swap(std::span<const TensorView> weig
   if (options.replicas != nullptr) prepared.steps = average::exchange_of(*options.replicas, weights);
   for (size_t i = 0; i < weights.size(); ++i) {
     const TensorView& part = prepared.weights[i];
-    if (kernels::swaps_in_place(part.dtype, options.dtype)) continue;
+    if (average::is_other(part) || kernels::swaps_in_place(part.dtype, options.dtype)) continue;
     prepared.kept[i] = Memory(static_cast<size_t>(byte_size(part.dtype, part.region.size())), averages[k][i].device);
     step_done();
   }
@@ -157,7 +157,11 @@ void Average::Impl::exchange_in() {
       continue;
     }
     const TensorView &weight = swap->weights[i], &average = averages[swap->k][i];
-    if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
+    if (average::is_other(weight)) {
+      other->keep(weight);
+      swap->exchanged = i + 1;
+      other->show(weight, swap->k);
+    } else if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
       size_t end = i + 1;
       while (end < swap->weights.size() && end - i < average::kMostSwapped && swap_together(i, end)) ++end;
       exchange(i, end, Direction::kIn);
@@ -184,7 +188,9 @@ void Average::Impl::exchange_out() {
       continue;
     }
     const TensorView& weight = swap->weights[i];
-    if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
+    if (average::is_other(weight)) {
+      other->put_back(weight);
+    } else if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
       while (i > 0 && swap->exchanged - i < average::kMostSwapped && swap_together(i, i - 1)) --i;
       exchange(i, swap->exchanged, Direction::kOut);
     } else {
@@ -195,6 +201,7 @@ void Average::Impl::exchange_out() {
   for (size_t i = 0; i < swap->kept.size(); ++i) {
     if (swap->kept[i].bytes() > 0) average::finish(swap->weights[i]);
   }
+  if (other) other->forget();
 }
 
 bool Average::Impl::swap_together(size_t i, size_t other) const {

@@ -196,7 +196,16 @@ void Average::Impl::prepare_noise(const kernels::Step& step) {
 NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
   const bool by_runs = draws_by_runs(step);
   NonFiniteCount total;
-  for (const auto& backend : bound.backends) add(total, backend->update(step, by_runs));
+  try {
+    for (const auto& backend : bound.backends) add(total, backend->update(step, by_runs));
+  } catch (const std::exception& cause) {
+    if (!other) throw;  // kernels begin all or nothing
+    torn.emplace(Code::kInternal,
+                 fmt::format("the update of step {} stopped, and some averages may be of the step before: load a "
+                             "checkpoint into new averages, or begin them again (reset()): {}",
+                             step.step, cause.what()));
+    throw Error(*torn);
+  }
   return total;
 }
 

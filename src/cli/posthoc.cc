@@ -2,7 +2,6 @@
 #include "posthoc/posthoc.h"
 
 #include "base/errors.h"
-#include "base/paths.h"
 #include "cli/exit_status.h"
 #include "cli/output.h"
 #include "posthoc/snapshots.h"
@@ -11,37 +10,21 @@ namespace shardow::cli {
 namespace {
 
 struct PosthocOptions {
-  std::string directory, sweep;
+  std::string directory;
+  bool sweep = false;
   std::optional<double> sigma_rel;
   std::optional<int64_t> step;
   OutputOptions output;
   int threads = 0;
 };
 
-/// A picture's format is its name's, as everywhere; of what is there and no file, a pipe or a device, nothing is asked.
-void check_picture(const std::filesystem::path& path) {
-  const auto found = base::look_at(path);
-  if (path.extension() == ".svg" || (found && !found->regular() && !found->directory()) || is_standard_output(path))
-    return;
-  base::fail(Code::kInvalidArgument, "--sweep {}: the picture is SVG; give it a name that ends in .svg", path.string());
-}
-
 int sweep(const PosthocOptions& options) {
-  check_picture(options.sweep);
   const posthoc::Sweep found = posthoc::sweep(options.directory, options.step, {}, check_interrupted);
-  const bool piped = is_standard_output(options.sweep);
-  if (piped && options.output.json)
-    base::fail(Code::kInvalidArgument, "--sweep and --json would both write to standard output");
-  write_text(options.sweep, posthoc::svg(found));
-  if (piped) return 0;
-  note_written(options.sweep);
   if (!options.output.json) {
-    const auto best = std::min_element(found.points.begin(), found.points.end(),
-                                       [](const auto& a, const auto& b) { return a.residual < b.residual; });
-    print("{}: the error to expect at step {} of {}", shown(options.sweep), found.step,
-          counted(found.snapshots, "snapshot"));
-    if (best != found.points.end()) print("; least at sigma_rel {:.3g}, {:.2e}", best->sigma_rel, best->residual);
-    put("\n");
+    print("The error to expect at step {} of {}\n{:>9}  {:>8}  {:>8}\n", found.step,
+          counted(found.snapshots, "snapshot"), "sigma_rel", "residual", "rounding");
+    for (const auto& [sigma_rel, residual, rounding] : found.points)
+      print("{:>9.3g}  {:>8.2e}  {:>8.2e}\n", sigma_rel, residual, rounding);
     return 0;
   }
   const auto point_of = [](const posthoc::SweepPoint& point) {
@@ -99,11 +82,10 @@ int synthesize(const PosthocOptions& options) {
 }
 
 int posthoc_verb(const PosthocOptions& options) {
-  if (options.sweep.empty() && !options.sigma_rel)
-    base::fail(
-        Code::kInvalidArgument,
-        "give --sigma-rel, and -o to have that average, or --sweep for a picture of the errors; see shardow posthoc "
-        "--help");
+  if (!options.sweep && !options.sigma_rel)
+    base::fail(Code::kInvalidArgument,
+               "give --sigma-rel, and -o to have that average, or --sweep for a table of the errors; see shardow "
+               "posthoc --help");
   return options.sigma_rel ? synthesize(options) : sweep(options);
 }
 
@@ -130,13 +112,11 @@ void add_posthoc(CLI::App& app, Action& chosen) {
           "N");  // in base ten: CLI11 takes zeros before it, which names of snapshots have, for a sign of base eight
   std::vector<CLI::Option*> others = add_output(verb, options->output, false);
   others.push_back(sigma);
-  CLI::Option* const picture =
-      verb.add_option("--sweep", options->sweep,
-                      "instead, a picture (.svg) of the error to expect over the width; reads headers alone")
-          ->option_text("PICTURE");
-  for (CLI::Option* other : others) picture->excludes(other);
+  CLI::Option* const table =
+      verb.add_flag("--sweep", options->sweep, "instead, the error to expect of each width; reads headers alone");
+  for (CLI::Option* other : others) table->excludes(other);
   add_threads(verb, options->threads);
-  add_examples(verb, {{"What can be had", "shardow posthoc run/snapshots --sweep sweep.svg"},
+  add_examples(verb, {{"What can be had", "shardow posthoc run/snapshots --sweep"},
                       {"Have it", "shardow posthoc run/snapshots --sigma-rel 0.15 -o run/ema-0.15.safetensors"}});
 }
 

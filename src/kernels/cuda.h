@@ -45,6 +45,9 @@ void finish(const Device& device);     ///< the host waits for all that the stre
 /// a second; kUnsupported where there is no NVRTC that does.
 std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device);
 
+/// Throws kUnsupported where upload() would, on any chunks.
+void check_kernels(int index);
+
 /// What NVRTC has done in this process.
 struct CompileReport {
   std::string compiler, device;  ///< "NVRTC 12.9"; empty: nothing was compiled

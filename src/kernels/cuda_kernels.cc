@@ -244,6 +244,10 @@ const std::vector<void*>& load_kernels(const Names& names, int index) {
   return loaded().functions(names, index);
 }
 
+void check_kernels(int index) {
+  static_cast<void>(architecture(library(index), index));
+}
+
 CompileReport compile_report() {
   return loaded().report();
 }

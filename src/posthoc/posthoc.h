@@ -78,9 +78,6 @@ struct Sweep {
 Sweep sweep(const std::filesystem::path& directory, std::optional<int64_t> step = {},
             std::vector<double> sigma_rels = {}, const Poll& poll = {});
 
-/// A picture of it, as SVG.
-std::string svg(const Sweep& sweep);
-
 /// What merge() and load_merged() are given: every snapshot of the plan, opened.
 std::vector<MergeInput> inputs_of(const Plan& plan);
 

@@ -210,7 +210,7 @@ def calls(path: Path, beside: Path) -> Iterator[list[str]]:
     ):
         yield ["average", str(beside), str(path), "-o", str(out), *way]
     yield ["posthoc", "--sigma-rel", "0.1", str(path), "-o", str(out), "--json"]
-    yield ["posthoc", "--sweep", f"{out}.svg", str(path)]
+    yield ["posthoc", "--sweep", str(path)]
 
 
 def check(command: list[str], what: str) -> None:

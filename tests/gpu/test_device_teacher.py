@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from test_device import model_of, one_rank, pytestmark, same, train
-from torch import nn
 
 import shardow
 
@@ -31,7 +30,7 @@ def _quiet(recwarn: pytest.WarningsRecorder) -> None:
     """16-bit averages and odd decays warn; that is tested elsewhere."""
 
 
-def pair(student: torch.dtype, teacher: torch.dtype) -> tuple[nn.Module, nn.Module]:
+def pair(student: torch.dtype, teacher: torch.dtype) -> tuple[Any, Any]:
     """The teacher begins with other values."""
     twin = model_of(teacher).cuda().requires_grad_(False)
     for parameter in twin.parameters():
@@ -56,8 +55,7 @@ def test_a_teacher_on_the_device_has_the_averages_of_an_ordinary_ema(
         train(student, step)
         ema.update()
         ordinary.update()
-        inputs = torch.randn(4, 257, device="cuda", dtype=averages)
-        teacher[0](inputs)  # waits for the update where that goes on beside
+        teacher[0](torch.randn(4, 257, device="cuda", dtype=averages))  # waits for the update where that goes on beside
         assert torch.equal(teacher[0].weight, ordinary.state_dict()["averages"]["0.weight"].view(131, 257))
     assert torch.cuda.memory_allocated() == before
     same(ema.full_state_dict(), ordinary.full_state_dict())
@@ -98,8 +96,8 @@ def test_a_sharded_teacher_on_the_device() -> None:
 
     student, teacher = pair(torch.float32, torch.float32)
     with one_rank() as mesh:
-        fully_shard(student, mesh=mesh)
-        fully_shard(teacher, mesh=mesh)
+        for layer in (*student, *teacher):
+            fully_shard(layer, mesh=mesh)
         ema, ordinary = shardow.EMA(student, 0.9, averages=teacher), shardow.EMA(student, 0.9)
         for step in range(STEPS):
             with torch.no_grad():

@@ -13,6 +13,7 @@ from built import CMAKE, install, run, succeed
 from sketches import REFERENCE, blocks_of, program_of, shown_of
 
 HERE = Path(__file__).parent
+ALL = bool(os.environ.get("SHARDOW_ALL"))
 WARNINGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Werror"]
 
 NEED_MORE = {"libtorch.h"}  # a header over somebody else's: tests/libtorch compiles it
@@ -56,7 +57,7 @@ def test_found_by_pkg_config(flags: Sequence[str], installed: Path, tmp_path: Pa
     works(program, tmp_path)
 
 
-@pytest.mark.parametrize("compiler", ["g++", "clang++"] if os.environ.get("SHARDOW_ALL") else ["g++"])
+@pytest.mark.parametrize("compiler", ["g++", "clang++"] if ALL else ["g++"])
 def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, tmp_path: Path) -> None:
     found = shutil.which(compiler) or shutil.which(f"{compiler}-14")
     if found is None:
@@ -64,7 +65,7 @@ def test_every_header_compiles_alone_and_twice(compiler: str, installed: Path, t
     headers = [path.name for path in public(installed)]
     assert len(headers) <= 13
     assert {path.name for path in (installed / "include" / "shardow").iterdir()} == {*headers, "detail"}
-    for header in sorted(set(headers) - NEED_MORE):
+    for header in sorted(set(headers) - NEED_MORE) if ALL else ["average.h", "checkpoint.h", "merge.h"]:
         source = tmp_path / "twice.cc"
         source.write_text(f"#include <shardow/{header}>\n" * 2)
         succeed(found, *WARNINGS, "-fsyntax-only", f"-I{installed / 'include'}", source)

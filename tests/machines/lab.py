@@ -97,7 +97,7 @@ class Lab:
         pairs = [context.Pipe() for _ in range(plan.world)]
         self.pipes: list[Connection] = [ours for ours, _ in pairs]
         self._process = context.Process(target=build, args=(plan, theirs, [end for _, end in pairs]), daemon=True)
-        self._process.start()
+        ranks._server.start(self._process)
         for end in [theirs, *(end for _, end in pairs)]:
             end.close()
         assert self._hear_lab() == "ready"

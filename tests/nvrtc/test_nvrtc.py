@@ -30,7 +30,7 @@ PACKAGES = {
 }
 DISASSEMBLER = "nvidia-cuda-nvdisasm==13.5.37"
 LATEST = {"12.4": 90}  # generations that came later
-ARCHITECTURES = [75, 80, 90, 100, 120] if os.environ.get("SHARDOW_ALL") else [80, 120]
+ARCHITECTURES = [75, 80, 90, 100, 120] if os.environ.get("SHARDOW_ALL") else [80]
 KERNELS = [
     "update_kernel<float, float>",
     "update_kernel<float, BF16>",

@@ -73,25 +73,17 @@ class Attachments:
     def refuse_update(self, overlap: bool) -> None:
         """update() by hand."""
         if self._all:
-            raise invalid(
-                "update() while attached to an optimizer would count each step twice; call neither, or "
-                "handle.remove() first"
-            )
+            raise invalid("update() while attached would count each step twice; handle.remove() first")
         if overlap:
             why = "nothing would keep the next step from changing weights that are still being averaged"
-            raise invalid(
-                f"update() with overlap=True: {why}; attach(optimizer) instead, whose step waits, or leave overlap out"
-            )
+            raise invalid(f"update() with overlap=True: {why}; attach(optimizer), whose step waits, or leave it out")
 
     def add(self, optimizer: Any, samples: Samples | None) -> Handle:
         inner = _innermost(optimizer)
         if any(one._optimizer is inner for one in self._all):
             raise invalid("attached to this optimizer already; each step would count twice")
         if samples is not None and not callable(samples) and not (samples := number("samples", samples)) > 0:
-            raise invalid(
-                f"samples={samples}; give the training samples of one step, more than 0, or a function that tells how "
-                "many"
-            )
+            raise invalid(f"samples={samples}; give the samples of one step, above 0, or a function")
         if any("train_mode" in group for group in inner.param_groups):
             warn(
                 f"{type(inner).__name__} averages by itself (Defazio et al., arXiv 2405.15682): after its eval() the "
@@ -143,9 +135,7 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
         found = found.optimizer
     if not hasattr(found, "_optimizer_step_post_hooks"):
         takes = "attach() takes a torch.optim.Optimizer, or a wrapper with one as .optimizer"
-        raise errors.UnknownOptionError(
-            f"{takes}, not a {type(optimizer).__name__}; call update() after its steps instead"
-        )
+        raise errors.UnknownOptionError(f"{takes}, not a {type(optimizer).__name__}; call update() after its steps")
     return found  # type: ignore[no-any-return]
 
 

@@ -25,6 +25,7 @@ from shardow.averages.options import make_options
 from shardow.averages.replicas import Exchange, share_out
 from shardow.averages.swap import Swap
 from shardow.averages.teacher import Teacher
+from shardow.averages.torch_rules import OtherMemory
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.files.reading import choose
@@ -58,6 +59,7 @@ class Averages:
         self.teacher = teacher
         self.team.same("EMA(...)", lambda: self._build({"decay": decay, **asked}, source), "EMA")
         self.offloaded = any(one.is_offloaded for one in self.tracked)
+        self.by_torch = sum(row.by_torch for row in self.tracked)
         arenas = {one.arena for one in self.tracked}
         self.streams = Streams(
             (one.source for one in self.tracked), (arena.on_device for arena in arenas if arena is not None)
@@ -92,7 +94,8 @@ class Averages:
 
         def make() -> _core.Average:  # the views are its own
             averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(self.keys))]
-            return _core.Average([one.view(one.memory()) for one in tracked], averages, chosen)
+            other = OtherMemory(tracked) if any(row.by_torch for row in tracked) else None
+            return _core.Average([one.view(one.memory()) for one in tracked], averages, chosen, other)
 
         self._engine = with_memory(make)
         own = {"options": self._engine.state(), "replicas": options.replicas}
@@ -259,10 +262,10 @@ class Averages:
 
     def prepare_replay(self, step: int | None, samples: float) -> None:
         """See EMA.prepare_replay()."""
-        if self.engine.swapped or not self.view.unchanged():
+        if self.by_torch or self.engine.swapped or not self.view.unchanged():
             raise invalid(
-                "prepare_replay(): weights were swapped, moved or replaced since update() was captured; a replay would "
-                "read their old memory. Capture it anew"
+                "prepare_replay(): weights were swapped, moved or replaced since update() was captured, or PyTorch's "
+                "operations make updates, which no graph repeats; a replay would read old memory. Capture it anew"
             )
         self.engine.prepare_replay(step, samples)
 
@@ -290,6 +293,8 @@ class Averages:
 
     def ready_to_update(self) -> None:
         self.swap.ready_to_update()
+        if self.by_torch and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise unsupported("update() in a capture: PyTorch's operations make it; call it after each replay instead")
         if self.teacher is not None:
             self.teacher.refuse_moved()
         self.unfrozen.look()
@@ -350,6 +355,8 @@ class Averages:
             figures["offload/bytes"] = link
         if self.options.overlap or self.offloaded:
             figures |= {"offload/hidden_seconds": hidden, "offload/waited_seconds": waited}
+        if self.by_torch:
+            figures["by_torch"] = self.by_torch
         if compiled := _core.cuda_compiler()[2]:
             figures["kernels/compile_seconds"] = compiled
         decays = self._engine.decays
@@ -427,9 +434,7 @@ class Averages:
             raise unsupported(f"an EMA can't be {how} whose averages are a teacher's; make an EMA of copies of both")
         if self.view.process_group is not None:
             way_out = "Save it with save(), or take its state_dict() and load that into another EMA of such a model"
-            raise unsupported(
-                f"an EMA of a model that {self.team.size} ranks share can't be {how}: each has a part. {way_out}"
-            )
+            raise unsupported(f"an EMA on {self.team.size} ranks can't be {how}: each has a part. {way_out}")
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}
 
 

@@ -167,9 +167,7 @@ def _renamed(segments: list[dict[str, Any]], keys: Sequence[str]) -> list[dict[s
     theirs = list(segments[-1]["schedules"]) if segments else list(keys)
     if not set(keys) <= set(theirs) and len(keys) != len(theirs):
         there, here = ", ".join(theirs), ", ".join(keys)
-        raise invalid(
-            f"{WHAT}: the state that was loaded is of averages {there}, this EMA keeps {here}; begin anew: reset()"
-        )
+        raise invalid(f"{WHAT}: the loaded state is of averages {there}, this EMA keeps {here}; begin anew: reset()")
     old = list(keys) if set(keys) <= set(theirs) else theirs
     return [
         {**one, "schedules": {new: one["schedules"][key] for new, key in zip(keys, old, strict=True)}}

@@ -106,15 +106,11 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
         raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
     asked["dtype"] = dtype = getattr(torch, asked["dtype"], None) if type(asked["dtype"]) is str else asked["dtype"]
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        raise invalid(
-            f"dtype={dtype}; averages can be {', '.join(map(str, DTYPES))}; torch.float32 is right for weights of any "
-            "dtype"
-        )
-    if dtype in (torch.bfloat16, torch.float16):
-        warn(
-            f"averages in {dtype} carry 0.5 to 1.6 % of noise, stochastically rounded; torch.float32 is the default "
-            "for a reason"
-        )
+        raise invalid(f"dtype={dtype}; give one of {', '.join(map(str, DTYPES))}; torch.float32 fits all weights")
+    if dtype.itemsize == 2:
+        lost = "lose most increments with a decay near 1, rounded to nearest"
+        noise = "carry 0.5 to 1.6 % of noise, stochastically rounded"
+        warn(f"averages in {dtype} {noise if stochastic else lost}; torch.float32 is the default for a reason")
     if not callable(asked["params"]):
         one_of("params", asked["params"], ("trainable", "all"))
     if not callable(asked["buffers"]):

@@ -65,9 +65,7 @@ def snapshot(
     every = whole("every", every, 1)
     chosen = dtypes.floating(dtype)
     if chosen is not None and chosen.itemsize < 2:
-        raise invalid(
-            f"{lineage.WHAT}: dtype={dtype}; averages after the fact are made of float32, bfloat16, float16 or float64"
-        )
+        raise invalid(f"{lineage.WHAT}: dtype={dtype}; snapshots are float32, bfloat16, float16 or float64")
     now = lineage.Counts(*averages.engine.progress)
     if averages.lineage is not None and now.step < averages.lineage.seen.step:
         averages.go_on_from(None)  # it has begun again

@@ -186,10 +186,7 @@ def _check_whole(row: Tracked) -> None:
             return
     had = ", ".join(f"[{begin}, {end})" for begin, end in sorted(row.owners.values())[:8]) or "none"
     size = row.local.region.size
-    raise invalid(
-        f"source= of '{row.name}': of its {size} elements the ranks that hold them have {had}; each must be in one "
-        "stretch"
-    )
+    raise invalid(f"source= of '{row.name}': ranks have {had} of its {size} elements; each is in one stretch")
 
 
 def rounds(tracked: Sequence[Tracked], members: int) -> Iterator[list[list[Piece]]]:

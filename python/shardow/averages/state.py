@@ -39,9 +39,7 @@ def as_tensor(one: Tracked, k: int) -> torch.Tensor:
 def engine_state(state: Mapping[str, Any]) -> str:
     text = state.get("state")
     if not isinstance(text, str):
-        raise invalid(
-            "this is not a state of shardow.EMA: 'state' is missing; it has " + ", ".join(map(repr, list(state)[:8]))
-        )
+        raise invalid("this is no state of shardow.EMA: no 'state'; it has " + ", ".join(map(repr, list(state)[:8])))
     return text
 
 

@@ -117,8 +117,10 @@ class Tracked:
     owners: dict[int, tuple[int, int]] = field(default_factory=dict)
     arena: Arena | None = None
     place: int = 0
-    is_offloaded: bool = False  # the averages are on the host, their weights on a device
-    # This rank's part of strided weights in order, 1-D, which gather() fills and scatter() writes back.
+    is_offloaded: bool = False  # the averages are on the host, their weights on a device that the engine knows
+    is_copied: bool = False  # the averages are on the host, their weights on another device
+    by_torch: bool = False  # PyTorch's operations update it
+    # This rank's part of weights that are strided, or copied, in order, 1-D: gather() fills it, scatter() writes back.
     stage: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -156,13 +158,14 @@ class Tracked:
     def _find_source(self) -> None:
         weights = self.local.tensor
         self.stage = None
-        if self.local.is_in_order():
+        if self.local.is_in_order() and not self.is_copied:
             return
-        if self.stretched:
+        if self.stretched or (self.is_copied and self.mastered):
             raise unsupported(
-                f"'{self.name}' has strides {weights.stride()}, and source= a stretch of it; make it contiguous first"
+                f"'{self.name}' has strides {weights.stride()} on {weights.device}, and source= names it; make it "
+                "contiguous first, and leave device= out"
             )
-        self.stage = empty([self.region.size], weights.dtype, weights.device)
+        self.stage = empty([self.region.size], weights.dtype, "cpu" if self.is_copied else weights.device)
         self.gather()
 
     def gather(self) -> None:
@@ -191,10 +194,8 @@ class Tracked:
 
     def view(self, tensor: torch.Tensor) -> _core.TensorView:
         """The engine's description of this rank's part in ``tensor``, contiguous torch memory."""
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise unsupported(
-                f"'{self.name}' is on {tensor.device}; averages are kept of weights on the CPU and on CUDA devices"
-            )
+        if self.by_torch:
+            return _core.TensorView(self.name, DTYPES[tensor.dtype], self.region, tensor.data_ptr(), "other")
         return storage.engine_view(self.name, DTYPES[tensor.dtype], tensor, self.region)
 
     def _window(self) -> _core.Region:
@@ -233,16 +234,32 @@ def track(
     tracked = [_tracked(local, options.replicas, source.get(local.name)) for local in locals_]
     if give is not None:
         give(tracked, options)
-        return tracked
-    homes = [_home(one, options.device) for one in tracked]
-    for device in (devices := dict.fromkeys(homes)):
-        there = (
-            tracked if len(devices) == 1 else [one for one, home in zip(tracked, homes, strict=True) if home == device]
-        )
-        arena = Arena([one.region for one in there], options.dtype, len(options.schedules), device)
-        for number, one in enumerate(there):
-            one.arena, one.place = arena, number
+    else:
+        homes = [_home(row, options.device) for row in tracked]
+        for device in dict.fromkeys(homes):
+            rows = [row for row, home in zip(tracked, homes, strict=True) if home == device]
+            arena = Arena([row.region for row in rows], options.dtype, len(options.schedules), device)
+            for number, row in enumerate(rows):
+                row.arena, row.place = arena, number
+    _leave_to_torch(tracked, options)
     return tracked
+
+
+def _leave_to_torch(tracked: Sequence[Tracked], options: Options) -> None:
+    """Says of which averages the engine has no kernels."""
+    narrow = options.dtype.itemsize == 2
+    for row in tracked:
+        device = storage.device_of(row.averages[0])
+        refusal = storage.why_not(device)
+        row.by_torch = bool(refusal) or (narrow and options.rounding == "nearest")
+        if refusal and narrow and options.rounding != "nearest":
+            raise unsupported(f"'{row.name}' on {device}: 16-bit averages take stochastic=False there, since {refusal}")
+        if refusal and device not in _warned:
+            _warned.add(device)
+            warn(f"averages on {device} are updated by PyTorch's own operations: {refusal}")
+
+
+_warned = set[torch.device]()
 
 
 def facts_of(tracked: Sequence[Tracked]) -> dict[str, Any]:
@@ -251,7 +268,7 @@ def facts_of(tracked: Sequence[Tracked]) -> dict[str, Any]:
     return {
         "tensors": tensors,
         "order": list(tensors),
-        "averages on the host of weights on a device": any(one.is_offloaded for one in tracked),
+        "averages on the host of weights on a device": any(row.is_offloaded or row.is_copied for row in tracked),
         "stretches in source=": [one.name for one in tracked if one.stretched],
     }
 
@@ -262,7 +279,9 @@ def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
     if wanted is None or wanted == there or (wanted.type == there.type and wanted.index is None):
         return there
     if wanted.type == "cpu":
-        one.is_offloaded = there.type == "cuda"
+        one.is_offloaded = there.type == "cuda" and _core.cuda_available()
+        one.is_copied = not one.is_offloaded
+        one.follow()
         return torch.device("cpu")
     raise unsupported(
         f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= out) "
@@ -276,9 +295,7 @@ def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked
     if isinstance(given, tuple):
         stretch = Stretch(*given)
         if replicas == "copy" and local.replicas:
-            raise invalid(
-                f"source= of '{local.name}' is a stretch, which no other rank has: that takes replicas='split'"
-            )
+            raise invalid(f"source= of '{local.name}' is a stretch, which no other rank has; it takes replicas='split'")
         region, begin = stretch.placed(local)
         return Tracked(
             local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True
@@ -294,9 +311,7 @@ def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:
     """What `source=` says of it by now: the same elements, in other memory."""
     now = _tracked(one.local, replicas, given)
     if not now.mastered or now.region != one.region or now.source.dtype != one.source.dtype:
-        raise invalid(
-            f"source= of '{one.name}' was {one.region} in {one.source.dtype}, and is not any more; make a new EMA"
-        )
+        raise invalid(f"source= of '{one.name}' was {one.region} in {one.source.dtype}, and is no more; make a new EMA")
     one._master = now.source
 
 

@@ -52,10 +52,7 @@ def encode(value: Any, where: str, put: Put = refuse, depth: int = 0) -> Any:
 
     kind = type(value)
     if kind is int and value.bit_length() > _MOST_BITS:
-        raise invalid(
-            f"{where} has {value.bit_length()} bits; Python reads {_MOST_BITS} of a number: give it as a text, "
-            "hex(value)"
-        )
+        raise invalid(f"{where} has {value.bit_length()} bits; Python reads {_MOST_BITS}: give a text, hex(value)")
     if value is None or kind in (bool, int):
         return value
     if kind is str:

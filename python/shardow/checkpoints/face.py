@@ -94,13 +94,9 @@ class Checkpoints:
         def given() -> Given:
             given = Given.of(WHAT, model, averages, optimizer, scheduler)
             if model in half_restored or averages in half_restored:
-                raise invalid(
-                    f"{WHAT}: a restore() of this model stopped halfway, and it is a mixture; restore() it again"
-                )
+                raise invalid(f"{WHAT}: restore() of this model stopped halfway: it is a mixture; restore() it again")
             if model is None and averages is None and state is None and not given.scheduler:
-                raise invalid(
-                    f"{WHAT}: nothing is given to save; give model=, averages=, optimizer=, scheduler= or state="
-                )
+                raise invalid(f"{WHAT}: nothing to save; give model=, averages=, optimizer=, scheduler= or state=")
             return given
 
         files, texts = files_to_save(step, given, {} if state is None else state, team)

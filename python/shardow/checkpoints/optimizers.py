@@ -115,9 +115,7 @@ def _held(param: torch.Tensor, local: LocalTensor, where: str, value: torch.Tens
         same = value.dim() and value.shape == param._local_tensor.shape
         return ("$local", flat_of(value.detach(), [])) if same else ("$tensor", None)
     if isinstance(local, FlatTensor) and value.dim():
-        raise unsupported(
-            f"'{where}' has shape {tuple(value.shape)}, which does not tell what of it other ranks hold; not written"
-        )
+        raise unsupported(f"'{where}' has shape {tuple(value.shape)}, and other ranks' part is not known; not written")
     return ("$part", flat_of(value.detach(), [])) if value.shape == param.shape else ("$tensor", None)
 
 

@@ -211,9 +211,7 @@ class Restoring(engine.Load):
         keys = matched(held, file.tensors.keys(), where)
         self._extra = FromFile(held.extra, file)
         if other := sorted({*held.extra} ^ {*self._extra.values, *self._extra.unexpected}):
-            raise invalid(
-                f"{where}: extra states are others than the model's: {', '.join(other[:8])}; nothing was restored"
-            )
+            raise invalid(f"{where}: extra states are not the model's: {', '.join(other[:8])}; nothing was restored")
         parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts]
         self._wanted[manifest.MODEL] = [*parts, *self._extra.parts], True
 

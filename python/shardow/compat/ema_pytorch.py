@@ -62,10 +62,7 @@ class EMA(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise unsupported(
-                f"model is a {type(model).__name__}; of tensors without a module shardow.compat.torch_ema keeps "
-                "averages"
-            )
+            raise unsupported(f"model is a {type(model).__name__}; averages of tensors: shardow.compat.torch_ema")
         if isinstance(param_or_buffer_names_no_ema, str) or isinstance(ignore_names, str):
             raise invalid("names that are not averaged, or ignored, come as a set", AssertionError)
         if lazy_init_ema and ema_model is not None:
@@ -112,9 +109,7 @@ class EMA(nn.Module):
         try:
             return copy.deepcopy(self.model)
         except Exception as error:
-            raise invalid(
-                f"the model cannot be copied ({error}); give ema_model= a second one that is made as it was"
-            ) from error
+            raise invalid(f"the model cannot be copied ({error}); give a second one as ema_model=") from error
 
     @property
     def model(self) -> nn.Module:
@@ -151,9 +146,7 @@ class EMA(nn.Module):
     def add_to_optimizer_post_step_hook(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
         """update() after every step of the optimizer, until the handle is removed."""
         if not hasattr(optimizer, "register_step_post_hook"):
-            raise invalid(
-                f"a {type(optimizer).__name__} has no hooks after its steps; call update() instead", AssertionError
-            )
+            raise invalid(f"a {type(optimizer).__name__} has no hooks after steps; call update()", AssertionError)
         return optimizer.register_step_post_hook(lambda *_: self.update())
 
     def get_current_decay(self) -> float:
@@ -300,10 +293,7 @@ def _following(module: nn.Module, model: nn.Module, choose: Choose) -> Follower:
     if not isinstance(stand_in, StandIn):
         return Twin(module, "lerp", choose)
     if stand_in.core.view.model is not other:
-        raise invalid(
-            "these averages are of another model: a sharded model's are kept with it, and cannot be given to a second "
-            "one"
-        )
+        raise invalid("these averages are another model's; of a sharded model they stay with it")
     return Behind(stand_in, choose) if stand_in is module else Returning(stand_in, choose)
 
 

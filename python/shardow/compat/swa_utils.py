@@ -95,7 +95,7 @@ class AveragedModel(Averaged):
     ) -> None:  # fmt: skip
         if avg_fn is not None and multi_avg_fn is not None:
             raise invalid(
-                "both avg_fn and multi_avg_fn are given; one of them does the averaging, leave out the other",
+                "avg_fn and multi_avg_fn are both given; leave out one",
                 AssertionError,
             )
         known = _arithmetic_of(multi_avg_fn or avg_fn, model)

@@ -168,9 +168,7 @@ class ModelEmaV3(Averaged):
         if exclude_buffers == self.exclude_buffers:
             return own
         if not isinstance(own, Twin):
-            raise unsupported(
-                f"made with exclude_buffers={self.exclude_buffers}, these averages keep their buffers so; make others"
-            )
+            raise unsupported(f"averages with exclude_buffers={self.exclude_buffers} stay so; make others")
         return own.again(_parameters_alone if exclude_buffers else _saved_floats)
 
     def set(self, model: nn.Module) -> None:
@@ -216,7 +214,7 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
             )
     if not isinstance(checkpoint, Mapping):
         raise invalid(
-            f"{where} is a {type(checkpoint).__name__}, not a dict with averages under {' or '.join(KEYS)}",
+            f"{where} is a {type(checkpoint).__name__}, no dict with {' or '.join(KEYS)}",
             AssertionError,
         )
     found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)

@@ -284,9 +284,7 @@ def _unpacked(part: Part, factor: int) -> _core.Region:
     shape, boxes = list(part.region.shape), part.region.boxes()
     if not shape or len(boxes) > 1:
         how = "is cut into flat parts" if shape else "has no dimension along which its elements are packed"
-        raise unsupported(
-            f"'{part.name}' is {part.flat.dtype} and {how}; files hold it whole, or sharded by dimensions"
-        )
+        raise unsupported(f"'{part.name}' is {part.flat.dtype} and {how}; files hold it whole or sharded by dimensions")
     offsets, sizes, _ = boxes[0] if boxes else ([0] * len(shape), [0] * len(shape), 0)
     scales = [1] * (len(shape) - 1) + [factor]
     dims = [[(begin * k, (begin + size) * k)] for begin, size, k in zip(offsets, sizes, scales, strict=True)]

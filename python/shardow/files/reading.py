@@ -83,9 +83,7 @@ class Slice:
         import numpy as np
 
         if self.dtype not in _NUMPY:
-            raise unsupported(
-                f"'{self.name}' is {self.dtype}, which numpy does not have; open it with framework='torch'"
-            )
+            raise unsupported(f"'{self.name}' is {self.dtype}, which numpy has not; open it with framework='torch'")
         array = np.empty(sizes, dtype=_NUMPY[self.dtype])
         return array, "F32" if self.dtype == "BF16" else self.dtype, array.ctypes.data
 

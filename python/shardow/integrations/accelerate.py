@@ -88,9 +88,7 @@ def save_state(accelerator: Accelerator, folder: str | Path) -> None:
     folder = Path(folder)
     draft = folder.with_name(f".{folder.name}.saving")
     if accelerator.project_configuration.automatic_checkpoint_naming:
-        raise invalid(
-            "save_state() names what it saves; leave out ProjectConfiguration(automatic_checkpoint_naming=True)"
-        )
+        raise invalid("save_state() names its files; leave out ProjectConfiguration(automatic_checkpoint_naming=True)")
     if folder.exists():
         raise invalid(f"{folder} exists; give every state a name of its own")
     if accelerator.is_main_process:

@@ -153,7 +153,7 @@ class EMACallback(Keeping, Callback):
             ema.load(Path(where, FILE))
             if ema.step != self._found["step"]:
                 raise CorruptError(
-                    f"{where} is of step {self._found['step']}, its averages of step {ema.step}: a save was interrupted"
+                    f"{where} is of step {self._found['step']}, averages of {ema.step}: a save was interrupted"
                 )
 
 

@@ -27,9 +27,7 @@ class MastersEMA(EMA):
     ) -> None:
         for name in ("source", "optimizer", "overlap"):
             if options.get(name):
-                raise invalid(
-                    f"ema(..., {name}=...): the optimizer's masters are averaged after its steps; leave {name}= out"
-                )
+                raise invalid(f"ema(..., {name}=...): masters are averaged after the optimizer's steps; leave it out")
         self._masters, self._addresses = masters, addresses
         self._seen = addresses()
         super().__init__(model, decay, source=masters(), **options)
@@ -47,9 +45,7 @@ class MastersEMA(EMA):
         return super().distance(decay)
 
     def attach(self, optimizer: Any, **_: Any) -> NoReturn:
-        raise unsupported(
-            "attach(): this optimizer steps another one inside, part by part; call update() after its steps instead"
-        )
+        raise unsupported("attach(): this optimizer steps another one inside; call update() after its steps")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise unsupported(

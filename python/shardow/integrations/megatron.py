@@ -79,18 +79,12 @@ def _inner(optimizer: Any) -> Any:
     chained = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     found = [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
     if not found or not all(hasattr(one, "model_param_gbuf_map") for one in found):
-        raise unsupported(
-            "ema() takes what get_megatron_optimizer() returns for OptimizerConfig(use_distributed_optimizer=True)"
-        )
+        raise unsupported("ema() takes an optimizer of OptimizerConfig(use_distributed_optimizer=True)")
     if len(found) > 1:
-        raise unsupported(
-            f"{len(found)} distributed optimizers, as for experts or several model chunks: they are not averaged here"
-        )
+        raise unsupported(f"{len(found)} distributed optimizers, as of experts or model chunks, are not averaged")
     config = found[0].config
     if getattr(config, "use_precision_aware_optimizer", False) or getattr(config, "optimizer_cpu_offload", False):
-        raise unsupported(
-            "use_precision_aware_optimizer and optimizer_cpu_offload keep masters where nothing else reaches them"
-        )
+        raise unsupported("use_precision_aware_optimizer and optimizer_cpu_offload keep masters out of reach")
     return found[0]
 
 
@@ -102,9 +96,7 @@ def _module(model: Any) -> nn.Module:
         raise invalid(f"ema() takes Megatron's DistributedDataParallel, or a list of one, not a {type(model).__name__}")
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
         if getattr(config, name, 1) > 1:
-            raise unsupported(
-                f"{name}={getattr(config, name)}: ranks hold other elements, or layers, under the same names"
-            )
+            raise unsupported(f"{name}={getattr(config, name)}: ranks have other elements or layers of one name")
     inside: nn.Module = model
     while type(inside).__name__ in _WRAPPERS:
         inside = inside.module  # type: ignore[assignment]

@@ -117,9 +117,7 @@ class AveragedTrainer(Trainer):
             return
         if self.checkpointer.enable:
             if KEY in self.checkpointer.states:
-                raise invalid(
-                    f"the checkpointer has {KEY!r} already: this torchtitan has averages of its own; disable them"
-                )
+                raise invalid(f"the checkpointer has {KEY!r} already: disable this torchtitan's own averages")
             self.checkpointer.states[KEY] = self.ema
         self.optimizers.register_step_pre_hook(lambda *_: self.ema.before_step())
         self.optimizers.register_step_post_hook(lambda *_: self.ema.step(self.step))

@@ -57,9 +57,7 @@ class EMACallback(Keeping, TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         if getattr(args, "deepspeed", None):
-            raise unsupported(
-                "EMACallback: under DeepSpeed the optimizer steps master weights that the Trainer's model does not show"
-            )
+            raise unsupported("EMACallback: DeepSpeed's optimizer steps masters that the model does not show")
         self.let_go()
         self._saved = None
         self.begin(model)

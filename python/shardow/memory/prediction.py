@@ -223,9 +223,7 @@ def _plain(model: nn.Module) -> nn.Module:
     """Without DDP and torch.compile around it; a sharded one is refused, since its shapes are those of shards."""
     by_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     if by_fsdp1 or any(isinstance(p, DTensor) for p in model.parameters()):
-        raise invalid(
-            "plan() wants the model as it is before it is sharded, on meta for example; measure() takes the sharded one"
-        )
+        raise invalid("plan() wants the model before it is sharded, as on meta; measure() the sharded one")
     model = unwrapped(model)
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise invalid(f"plan(): not initialised yet, and so without shapes: {', '.join(lazy[:8])}")
@@ -248,9 +246,7 @@ def _of_shapes(shapes: Any) -> Iterator[_Tensor]:
     for name, value in shapes.items():
         form = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else shape_and_dtype(value)
         if form is None:
-            raise invalid(
-                f"plan(): '{name}': {value!r} is no shape; give whole numbers, as (8, 16), or ((8, 16), 'bfloat16')"
-            )
+            raise invalid(f"plan(): '{name}': {value!r} is no shape; give numbers, as (8, 16) or ((8, 16), 'bfloat16')")
         shape, dtype = form
         trainable = dtype.is_floating_point or dtype.is_complex
         yield _Tensor(str(name), shape, dtype, trainable, not trainable)
@@ -263,9 +259,7 @@ def _device(model: nn.Module, device: Any) -> torch.device:
         chosen = device_of(device)
         if chosen.type not in ("cpu", there.type if there else "cpu"):
             way_out = f"leave it out to plan for {there or 'the CPU'}"
-            raise unsupported(
-                f"device={str(device)!r}: torch can't follow its kernels on a machine without one; {way_out}"
-            )
+            raise unsupported(f"device={str(device)!r}: torch can't follow its kernels where there is none; {way_out}")
         return chosen
     found = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), None)
     return found or there or torch.device("cpu")
@@ -310,9 +304,7 @@ def state_bytes(optimizer: Any, parts: Parts) -> int:
             twin.step()
     except Exception as error:
         failed = f"a step on meta failed with {type(error).__name__}: {error}"
-        raise unsupported(
-            f"plan(): the state of {cls.__name__} is not known: {failed}; give an instance, or optimizer=None"
-        ) from error
+        raise unsupported(f"plan(): the state of {cls.__name__} is not known: {failed}; give an instance") from error
     return storage_bytes(tensors_in(list(twin.state.values())))
 
 
@@ -322,9 +314,7 @@ def _recipe(optimizer: Any, parts: Parts) -> tuple[type[torch.optim.Optimizer], 
     if isinstance(optimizer, str):
         if optimizer.lower() not in _BY_NAME:
             names = ", ".join(sorted(_BY_NAME))
-            raise invalid(
-                f"optimizer={optimizer!r}; the names are {names}; give others as a class or an instance, or None"
-            )
+            raise invalid(f"optimizer={optimizer!r}; names are {names}; others are a class, an instance or None")
         name, options = _BY_NAME[optimizer.lower()], {"momentum": 0.9} if optimizer.lower() == "sgd-momentum" else {}
         if not hasattr(torch.optim, name):
             raise unsupported(f"torch {torch.__version__} has no torch.optim.{name}")
@@ -332,10 +322,7 @@ def _recipe(optimizer: Any, parts: Parts) -> tuple[type[torch.optim.Optimizer], 
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return optimizer, one_group, {}
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise invalid(
-            f"optimizer is a {type(optimizer).__name__}; give a name, a class of torch.optim.Optimizer, an instance, "
-            "or None"
-        )
+        raise invalid(f"optimizer is a {type(optimizer).__name__}; give a name, a class, an instance, or None")
     known = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
     # Shapes alone do not tell which parameter is in which group.
@@ -353,8 +340,5 @@ def _groups(optimizer: torch.optim.Optimizer, parts: Parts) -> list[dict[str, An
                 {**{key: value for key, value in group.items() if key != "param_names"}, **_WAYS, "params": held}
             )
     if not groups:
-        raise invalid(
-            f"the {type(optimizer).__name__} was made of other parameters than the model's trainable ones; give its "
-            "class"
-        )
+        raise invalid(f"the {type(optimizer).__name__} has other parameters than the model's; give its class")
     return groups

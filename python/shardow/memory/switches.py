@@ -118,9 +118,7 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
         found = [module for key, module in chosen.items() if key not in inside]
         what = "the predicate chose no module"
     elif isinstance(blocks, str) and blocks != "blocks":
-        raise invalid(
-            f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a predicate of (name, module)"
-        )
+        raise invalid(f"activation_checkpointing={blocks!r}; give True, False, 'blocks' or a test of (name, module)")
     else:
         found = repeated_blocks(model)
         what = "the model has no ModuleList or Sequential of several blocks of one class"
@@ -164,7 +162,5 @@ def _has_bf16(device: str) -> bool:
     """Returns False, with a warning, on a CUDA device that has no bfloat16 or emulates it."""
     if device != "cuda" or not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
         return True
-    warn(
-        "memory.apply(bf16=True): this CUDA device has no bfloat16; forward runs in the weights' dtype", RuntimeWarning
-    )
+    warn("memory.apply(bf16=True): this device has no bfloat16; forward runs in the weights' dtype", RuntimeWarning)
     return False

@@ -124,7 +124,7 @@ class DTensorAdapter:
                 if any(_awaits_reduction(group) for one in state._state_ctx.all_states for group in _groups(one)):
                     lost = "what was not yet reduced is dropped; begin the accumulation again"
                     warn(
-                        f"a forward of this FSDP2 model raised while gradients were accumulating: {lost}",
+                        f"a forward of this FSDP2 model raised while gradients accumulated: {lost}",
                         RuntimeWarning,
                     )
                 module.reset_iter_state()

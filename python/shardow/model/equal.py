@@ -144,6 +144,6 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     words = data.view(torch.int32) if data.numel() % 4 == 0 else data
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for part in words.split(_WORDS):
-        places = torch.arange(1, 2 * part.numel(), 2, device=flat.device) * (_PRIME - 2**64)
+        places = (2 * torch.arange(part.numel(), device=flat.device) + 1) * (_PRIME - 2**64)
         total = total * 0x100000001B3 + (part.to(torch.int64) * places).sum()
     return total

@@ -65,6 +65,4 @@ def choose_group(
     for group in groups + [mesh.get_group(0) for mesh in meshes if mesh.ndim == 1]:
         if set(dist.get_process_group_ranks(group)) == ranks:
             return group
-    raise invalid(
-        f"the model is shared by ranks {sorted(ranks)}, for which no process group is known; pass it as group="
-    )
+    raise invalid(f"the model is shared by ranks {sorted(ranks)}, whose process group is not known; pass it as group=")

@@ -112,9 +112,7 @@ def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
     refuse_odd(name, tensor)
     if form == "contiguous" and not tensor.is_contiguous():
         way_out = "make it so first: p.data = p.data.contiguous() for such a parameter p"
-        raise unsupported(
-            f"'{name}' of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); {way_out}"
-        )
+        raise unsupported(f"'{name}' is not contiguous (strides {tensor.stride()}); {way_out}")
     return tensor
 
 
@@ -133,9 +131,7 @@ def oddity(tensor: torch.Tensor) -> str | None:
 
 def refuse_odd(name: str, tensor: torch.Tensor) -> None:
     if odd := oddity(tensor):
-        raise unsupported(
-            f"'{name}' {odd}; leave it out of the model or of the mapping, or put its parts there, as dense tensors"
-        )
+        raise unsupported(f"'{name}' {odd}; leave it out, or put its parts there as dense tensors")
 
 
 def refuse_all_odd(locals_: Iterable[LocalTensor]) -> None:

@@ -73,6 +73,4 @@ def _refuse_unlike(name: str, weights: torch.Tensor, master: torch.Tensor) -> No
     """Under round_robin_gradients DeepSpeed marks parameters with masters of others."""
     if not torch.equal(weights.view(torch.uint8), master.to(weights.device, weights.dtype).view(torch.uint8)):
         why = "the weights were written since, or round_robin_gradients mixes masters up"
-        raise unsupported(
-            f"'{name}' is not what its optimizer's master says, rounded: {why}; load before deepspeed.initialize()"
-        )
+        raise unsupported(f"'{name}' differs from its optimizer's master: {why}; load before deepspeed.initialize()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 import torch
 
@@ -18,6 +19,14 @@ MARKS = _core.Marks(torch.Tensor, torch.nn.Parameter)
 def device_of(tensor: torch.Tensor) -> torch.device:
     """Where the engine is told that a tensor lies: one function, which tests replace on a machine without a device."""
     return tensor.device
+
+
+@cache
+def why_not(device: torch.device) -> str:
+    """Returns why the engine's kernels don't serve a device; empty: they do."""
+    if device.type == "cuda":
+        return _core.cuda_refusal(device.index or 0)
+    return "" if device.type == "cpu" else "the engine has kernels for CPUs and CUDA devices"
 
 
 def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:

@@ -106,10 +106,7 @@ class ModelView:
         if self._dtensors.unsharded():
             self._dtensors.reset()
         if unsharded := self._dtensors.unsharded():
-            raise invalid(
-                f"{', '.join(unsharded[:8])}: unsharded, also after reshard(); call this outside of forward and "
-                "backward"
-            )
+            raise invalid(f"{', '.join(unsharded[:8])}: unsharded; call this outside of forward and backward")
 
     def reshard(self) -> None:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
@@ -195,10 +192,7 @@ class ModelView:
             buffer = one.owner.get(one.key)
             if buffer is None or tuple(buffer.shape) != tuple(one.local.region.shape):
                 now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
-                raise invalid(
-                    f"buffer '{one.name}' {now}, it had {tuple(one.local.region.shape)} when this EMA was made; "
-                    f"{WAY_OUT}"
-                )
+                raise invalid(f"buffer '{one.name}' {now}, it had {tuple(one.local.region.shape)} before; {WAY_OUT}")
             one.recorded = buffer
             memory = one.memory()
             if one.tied and address_of(memory) != address_of(one.local.tensor):

@@ -119,9 +119,7 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, str]]]) -> l
     regions = [*map(_decoded, picked or [gathered[0][i][1]])]
     if not _core.covers_once(regions):
         held = sum(region.size for region in regions)
-        raise invalid(
-            f"'{name}' of shape {regions[0].shape}: the ranks' regions overlap or leave a hole ({held} elements held)"
-        )
+        raise invalid(f"'{name}' of shape {regions[0].shape}: ranks' regions overlap or leave holes ({held} elements)")
     return [(rank, region) for region, rank in picked.items()]
 
 

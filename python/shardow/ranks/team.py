@@ -332,7 +332,5 @@ def _difference_of_names(fact: str, zero: dict[str, Any], other: dict[str, Any],
     for name in [*zero, *other]:
         if zero.get(name) != other.get(name):
             first, second = zero.get(name, "missing"), other.get(name, "missing")
-            return (
-                f"{fact}: '{name}' is {first} on rank 0 and {second} on rank {rank}; build the same model on every rank"
-            )
+            return f"{fact}: '{name}' is {first} on rank 0 and {second} on rank {rank}; build one model on all ranks"
     return f"{fact} come in another order on rank {rank}; build the same model on every rank"

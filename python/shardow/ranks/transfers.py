@@ -82,7 +82,8 @@ def carrier(process_group: dist.ProcessGroup | None, device: torch.device) -> to
     try:
         process_group._get_backend(device)
     except RuntimeError:
-        return process_group.bound_device_id or torch.device(next(iter(process_group._device_types)).type)
+        types = sorted(device.type for device in process_group._device_types)
+        return process_group.bound_device_id or torch.device("cpu" if "cpu" in types else types[0])
     return device
 
 

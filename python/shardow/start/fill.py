@@ -249,9 +249,7 @@ def _forms(state: State, extra: Collection[str]) -> dict[str, Form]:
             continue
         tensor = state[name]
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "device_mesh"):
-            raise invalid(
-                f"the source's '{name}' is a {type(tensor).__name__}; a mapping of names to full tensors is needed"
-            )
+            raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; give names with full tensors")
         if tensor.is_meta:
             raise invalid(f"the source's '{name}' is on meta, without values")
         forms[name] = Form(tuple(tensor.shape), tensor.dtype)

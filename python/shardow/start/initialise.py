@@ -30,9 +30,7 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
 
     def fill() -> None:
         if init is None and not job.without:
-            raise invalid(
-                f"{job.what}: the model has all its values, and there is no source; give one, or an initialisation"
-            )
+            raise invalid(f"{job.what}: the model has its values already; give a source, or an initialisation")
         modules = _modules(job, model)
         ways = {} if init is not None else _own_ways(job, model, modules, seed)
         with torch.random.fork_rng(devices=[]):
@@ -43,9 +41,7 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
                     lacking.pop(done, None)
         if lacking:
             left = ", ".join([*lacking][:20])
-            raise invalid(
-                f"{job.what}: the initialisation left {left} without values; give a function that sets them as source"
-            )
+            raise invalid(f"{job.what}: {left} got no values; give a function that sets them as source")
 
     _take_drawn(job, model)
     job.team.agree(job.what, fill)
@@ -114,9 +110,7 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
             lacking.append(f"{name or 'the model'} ({type(module).__name__})")
         ways[id(module)] = functools.partial(_reset_and_replay, reset=reset, records=records, draw=draw)
     if lost:
-        raise invalid(
-            f"{job.what}: not kept: {', '.join(lost[:8])}; give a function that initialises a module as source"
-        )
+        raise invalid(f"{job.what}: not kept: {', '.join(lost[:8])}; give a function that fills a module as source")
     if lacking:
         raise invalid(
             f"{job.what}: no reset_parameters() in {', '.join(lacking[:8])}; give a function that initialises a "

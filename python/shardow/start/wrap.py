@@ -125,9 +125,7 @@ def _checked(
     chosen = _chosen(model, units)
     for unit in [*chosen, model]:
         if is_container(unit):
-            raise invalid(
-                f"wrap(): a {type(unit).__name__} has no forward(), and can't be a unit; name its members' class"
-            )
+            raise invalid(f"wrap(): a {type(unit).__name__} has no forward(), and is no unit; name its members' class")
     _check_ties(model, chosen)
     origins.remember_all(model)
     bindings = None if optimizer is None else origins.bindings(optimizer, model)

@@ -243,7 +243,7 @@ def test_memory_that_is_read_stays(gone: str) -> None:
 
 def test_update_without_attach_is_refused() -> None:
     ema = shardow.EMA(nn.Linear(2, 2), overlap=True)
-    with pytest.raises(ValueError, match=r"update\(\) with overlap=True: .*attach\(optimizer\) instead"):
+    with pytest.raises(ValueError, match=r"update\(\) with overlap=True: .*attach\(optimizer\), whose"):
         ema.update()
     assert ema.step == 0
 

@@ -19,10 +19,13 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("rule", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:averages in")
 def test_a_rule_is_bit_equal_to_its_origin(rule: str, dtype: torch.dtype) -> None:
+    """16-bit averages, rounded to nearest, by PyTorch's operations."""
     model = make_model(dtype=dtype)
-    ema = shardow.EMA(model, DECAY, rule=rule, dtype=dtype)
+    ema = shardow.EMA(model, DECAY, rule=rule, dtype=dtype, stochastic=False)
+    assert bool(ema.stats().get("by_torch")) == (dtype.itemsize == 2)
     expected = clone(model)
 
     def step() -> None:

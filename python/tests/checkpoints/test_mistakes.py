@@ -180,7 +180,7 @@ def test_plain_values_come_back_as_they_were(value: Any, checkpoints: shardow.Ch
     [
         (np.float32(0.1), r"value.item\(\)"),
         (np.arange(3), r"value.tolist\(\)"),
-        (10**5000, "give it as a text"),
+        (10**5000, "give a text"),
         ({1}, "a builtins.set"),
         (1j, "a builtins.complex"),
         ("\ud800", "no character"),

@@ -164,7 +164,7 @@ def test_what_stays_is_a_whole_number(options: dict[str, Any], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ({}, "nothing is given"),
+        ({}, "nothing to save"),
         ({"model": {}}, "of class Module"),
         ({"averages": {}}, "of class EMA"),
         ({"scheduler": object()}, "without state_dict"),
@@ -195,7 +195,7 @@ def test_what_a_restore_has_filled_in_part_is_saved_when_another_one_has_ended(
     with pytest.raises(OSError, match="in the middle"):
         run.restore(checkpoints)
     for part in ("model", "averages"):
-        with pytest.raises(ValueError, match=r"a restore\(\) of this model stopped halfway"):
+        with pytest.raises(ValueError, match=r"restore\(\) of this model stopped halfway"):
             checkpoints.save(9, **{part: run.parts()[part]})
     monkeypatch.undo()
     run.restore(checkpoints)

@@ -78,6 +78,33 @@ def test_1000_steps_on_ranks_equal_the_formula_bit_for_bit(kind: str) -> None:
         ranks.run(world, _walks, kind, walks.NAMES, walks.STEPS if world == 2 or os.environ.get("SHARDOW_ALL") else 50)
 
 
+def _of_sources_dtype(kind: str, name: str, dtype: torch.dtype) -> None:
+    model = models.build(kind, dist.get_world_size(), dtype)
+    assert name in {"bfloat16", "float16"}
+    with pytest.warns(UserWarning, match="lose most increments"):
+        manager = EMAManager(model, 0.999, dtype="source")
+    expected = {key: local(p).clone() for key, p in trained(model).items()}
+    for step in range(60):
+        wander(model, step)
+        manager.update(model)
+        for key, shadow in expected.items():
+            shadow.mul_(0.999).add_(local(trained(model)[key]), alpha=1.0 - 0.999)
+    state = manager.state_dict()
+    assert all(state[key].dtype == dtype and torch.equal(local(state[key]), expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("kind", "world"), [("plain", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_averages_of_the_sources_dtype_are_the_origins(kind: str, world: int, name: str) -> None:
+    ranks.run(world, _of_sources_dtype, kind, name, getattr(torch, name))
+
+
+def test_the_sources_dtype_is_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    with pytest.raises(ValueError, match="the weights are of torch"):
+        EMAManager(model, dtype="source")
+
+
 def _every_sharding(kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         model = models.build(kind, dist.get_world_size())

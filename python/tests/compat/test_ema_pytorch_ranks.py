@@ -87,7 +87,7 @@ def _refuses_copies() -> None:
     ema = EMA(model)
     with pytest.raises(NotImplementedError, match=r"save state_dict\(\)"):
         copy.deepcopy(ema)
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="another model's"):
         ema.update_moving_average(ema.ema_model, walks.model("mlp"))
 
 

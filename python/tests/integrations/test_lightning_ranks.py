@@ -107,7 +107,7 @@ def resumed_from_two_steps(out: Path) -> str:
 
 def test_averages_of_a_later_step_than_the_weights_are_refused(tmp_path: Path) -> None:
     [text] = ranks.run(1, resumed_from_two_steps, tmp_path)
-    assert text.endswith("epoch=0.ckpt is of step 8, its averages of step 16: a save was interrupted")
+    assert text.endswith("epoch=0.ckpt is of step 8, averages of 16: a save was interrupted")
 
 
 def recipe(out: Path) -> float:

@@ -341,5 +341,5 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path).save_averages(tmp_path / "model")
     with pytest.raises(ValueError, match="missing='never'; it must be one of"):
         EMACallback(missing="never")  # type: ignore[arg-type]
-    with pytest.raises(shardow.errors.UnsupportedError, match="under DeepSpeed the optimizer steps master weights"):
+    with pytest.raises(shardow.errors.UnsupportedError, match="DeepSpeed's optimizer steps masters"):
         EMACallback().on_train_begin(SimpleNamespace(deepspeed="ds.json"), None, None)

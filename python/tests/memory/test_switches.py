@@ -226,7 +226,7 @@ def test_an_error_in_forward_leaves_autocast_off() -> None:
 @pytest.mark.parametrize(
     ("blocks", "said"),
     [
-        ("layers", "give True, False, 'blocks' or a predicate"),
+        ("layers", "give True, False, 'blocks' or a test"),
         (lambda *_: False, "chose no module"),
         (True, "no ModuleList or Sequential"),
     ],

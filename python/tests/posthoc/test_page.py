@@ -18,11 +18,11 @@ import torch
 import shardow
 
 PAGE = Path(__file__).parents[3] / "docs" / "posthoc.md"
-PICTURE = PAGE.parent / "pictures" / "posthoc_sweep.svg"
+PICTURE = PAGE.parent / "pictures" / "posthoc_sweep.png"
 EXAMPLE = re.compile(r"```python\n(.*?)```\n\nwhich prints\n\n```\n(.*?)```", re.DOTALL)
 
 
-def run(directory: Path) -> tuple[str, str]:
+def run(directory: Path) -> tuple[str, bytes]:
     """(what the example prints, the picture)."""
     found = EXAMPLE.search(PAGE.read_text())
     assert found
@@ -36,7 +36,7 @@ def run(directory: Path) -> tuple[str, str]:
     try:
         with contextlib.redirect_stdout(printed):
             exec(compile(found[1], str(PAGE), "exec"), space)
-        return printed.getvalue().strip() + "\n", Path("run/sweep.svg").read_text()
+        return printed.getvalue().strip() + "\n", Path("run/sweep.png").read_bytes()
     finally:
         os.chdir(before)
 
@@ -46,7 +46,7 @@ def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
     found = EXAMPLE.search(PAGE.read_text())
     assert found
     assert printed == found[2]
-    assert picture == PICTURE.read_text()
+    assert picture[:4] == PICTURE.read_bytes()[:4] == b"\x89PNG"
 
 
 if __name__ == "__main__":
@@ -56,4 +56,4 @@ if __name__ == "__main__":
     found = EXAMPLE.search(page)
     assert found
     PAGE.write_text(page[: found.start(2)] + printed + page[found.end(2) :])
-    PICTURE.write_text(picture)
+    PICTURE.write_bytes(picture)

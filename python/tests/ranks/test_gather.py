@@ -90,5 +90,5 @@ def test_a_stretch_is_a_view_where_the_elements_lie_one_after_another() -> None:
 
 def test_regions_that_leave_a_hole_are_refused_by_the_tensors_name() -> None:
     region = _core.Region.whole([4, 3]).window(0, 6)
-    with pytest.raises(ValueError, match=r"'t' of shape \(4, 3\): the ranks' regions overlap or leave a hole \(6 elem"):
+    with pytest.raises(ValueError, match=r"'t' of shape \(4, 3\): ranks' regions overlap or leave holes \(6 elem"):
         Gatherer("a test", [Part("t", torch.zeros(6), region)], Team(None, None))

@@ -341,7 +341,7 @@ def test_what_nobody_wrote_is_still_an_error() -> None:
 
     with shardow.meta_init():
         model = Unwritten()
-    with pytest.raises(ValueError, match="left weight, part without values"):
+    with pytest.raises(ValueError, match="weight, part got no values"):
         shardow.materialize(model)
 
 

@@ -145,7 +145,7 @@ def test_what_is_registered_under_two_names_is_one_tensor_before_and_after() -> 
 def test_an_initialisation_that_passes_a_tensor_over_is_an_error() -> None:
     with shardow.meta_init():
         model = nn.Sequential(nn.Linear(2, 3), Block())
-    with pytest.raises(ValueError, match=r"left 1.calls without values; give a function that sets them as source"):
+    with pytest.raises(ValueError, match=r"1.calls got no values; give a function that sets them as source"):
         shardow.materialize(
             model,
             lambda module: [
@@ -153,7 +153,7 @@ def test_an_initialisation_that_passes_a_tensor_over_is_an_error() -> None:
             ],
         )
     assert all(p.is_meta for p in model.parameters())
-    with pytest.raises(ValueError, match=r"left 0.bias, 1.norm.weight, .* without values"):
+    with pytest.raises(ValueError, match=r"0.bias, 1.norm.weight, .* got no values"):
         shardow.materialize(model, lambda module: isinstance(module, nn.Linear) and module.weight.data.normal_())
 
 

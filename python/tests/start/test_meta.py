@@ -249,7 +249,7 @@ def test_an_initialisation_by_a_function_and_one_that_nobody_knows() -> None:
 def test_a_model_that_has_all_its_values_is_not_initialised_again_by_chance() -> None:
     model = nn.Linear(2, 3)
     before = model.weight.detach().clone()
-    with pytest.raises(ValueError, match="has all its values, and there is no source"):
+    with pytest.raises(ValueError, match="has its values already; give a source"):
         shardow.materialize(model)
     with pytest.raises(ValueError, match="'weight' is on meta, without values"):
         shardow.materialize(model, {"weight": model.weight.to("meta"), "bias": model.bias})

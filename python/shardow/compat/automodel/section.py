@@ -55,14 +55,9 @@ def build_ema(
     if implementation == "shadow":
         ema = EMAManager(model, number)
     elif init_mode != "hf_backbones":
-        raise invalid(
-            "ema.implementation='sharded_model' requires model.init_mode='hf_backbones'; 'shadow' works with any model"
-        )
+        raise invalid("ema.implementation='sharded_model' requires model.init_mode='hf_backbones'; 'shadow' does not")
     elif build_ema_model is None:
-        raise invalid(
-            "ema.implementation 'sharded_model' needs build_ema_model=, which builds the second model; 'shadow' needs "
-            "none"
-        )
+        raise invalid("ema.implementation='sharded_model' needs build_ema_model=; 'shadow' needs none")
     else:
         ema = ShardedModelEMAManager(build_ema_model(), model, number)
     logger.info("EMA enabled with %s implementation, decay=%s, %d params tracked", implementation, decay, len(ema))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,11 @@ class EMAManager(Managed):
     """Averages of ``model``'s trainable parameters beside it: plain, DDP, FSDP1, FSDP2, HSDP, TP. Construction is
     collective.
 
-    The averages are float32, float64 where all the weights are. ``_shadow`` looks as in the origin: DTensors like the
-    weights under FSDP2, whole tensors under DDP; pieces where neither says what a rank has (FSDP1, a part of a
-    replica). ``replicas="split"``: ranks that hold the same weights divide the averages among them. ``group``: as in
-    shardow.EMA.
+    The averages are float32, float64 where all the weights are; with ``dtype="source"`` they have the weights' dtype,
+    one of all, and are rounded as in the origin, which loses most increments of 16-bit ones. ``_shadow`` looks as in
+    the origin: DTensors like the weights under FSDP2, whole tensors under DDP; pieces where neither says what a rank
+    has (FSDP1, a part of a replica). ``replicas="split"``: ranks that hold the same weights divide the averages among
+    them. ``group``: as in shardow.EMA.
     """
 
     _refusal = KeyError
@@ -46,12 +47,15 @@ class EMAManager(Managed):
         *,
         replicas: Replicas = "copy",
         group: dist.ProcessGroup | None = None,
+        dtype: Literal["source"] | None = None,
     ) -> None:
         self.decay, self._group = checked_decay(decay), group
         trained = {p.dtype for p in model.parameters() if p.requires_grad}
-        dtype = torch.float64 if trained == {torch.float64} else torch.float32
+        if dtype is not None and (dtype != "source" or len(trained) > 1):
+            raise invalid(f"dtype={dtype!r}: 'source' or None; the weights are of {', '.join(map(str, trained))}")
+        own = trained.pop() if dtype or trained == {torch.float64} else torch.float32
         options: dict[str, Any] = {"rule": "mul_add", "stochastic": False, "replicas": replicas, "group": group}
-        ema = EMA(model, self.decay, dtype=dtype, **options)
+        ema = EMA(model, self.decay, dtype=own, **options)
         is_shared = ema._averages.team.process_group is not None
         self._everybody = everybody() if is_shared else joined("EMAManager", {"decay": self.decay})
         self._bind(model, ema)

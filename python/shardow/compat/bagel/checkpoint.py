@@ -135,9 +135,7 @@ class FSDPCheckpoint:
         def read() -> tuple[Any, Any, int, Any]:
             step = os.path.basename(os.path.normpath(folder))
             if not step.isdigit():
-                raise invalid(
-                    f"{folder} is not named after its step, e.g. 0001000; the step to go on with can't be told"
-                )
+                raise invalid(f"{folder} is not named after its step, e.g. 0001000; its step is unknown")
             status = _read(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
             schedule = _read(folder / "scheduler.pt") if scheduler is not None else None
             own = status[team.rank] if team.rank < len(status) else None

@@ -97,9 +97,7 @@ def _on_meta(model_cls: Any, config: Mapping[str, Any]) -> Any:
 def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
     known = dict(model.named_parameters())
     if len(known) != len(shadows):
-        raise invalid(
-            f"a {type(model).__name__} of this config has {len(known)} parameters; there are averages of {len(shadows)}"
-        )
+        raise invalid(f"a {type(model).__name__} of this config has {len(known)} parameters; {len(shadows)} averages")
     for (name, param), shadow in zip(known.items(), shadows, strict=True):
         if shadow.dim() == 1 and param.dim() > 1:
             flat = f"the average of '{name}' is a flat piece of {shadow.numel()} elements, as FSDP1 has them"

@@ -32,9 +32,7 @@ class NativeFSDPStrategy(Strategy):
         self.enable_ep = enable_ep
         self._memory_efficient_init = memory_efficient_init
         if enable_ep and (ep_size or getattr(device_mesh, "ep_size", None) or 1) > 1:
-            raise unsupported(
-                "expert parallelism is not applied here: shard the experts first, which wrap_model() leaves as they are"
-            )
+            raise unsupported("expert parallelism is not applied by wrap_model(): shard the experts first")
 
     def use_rank0_pretrained_broadcast(self) -> bool:
         """True where ranks but the first may build the model on meta, as twinkle's own do: wrap_model() sends them rank

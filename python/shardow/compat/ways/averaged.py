@@ -123,9 +123,7 @@ def _refuse_parts(fitting: list[str], state: Mapping[str, Any], here: set[str], 
         value = state[name]
         if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
             way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
-            raise invalid(
-                f"'{name}' is one rank's piece, as state_dict() gives it, nothing was loaded; {way_out}", RuntimeError
-            )
+            raise invalid(f"'{name}' is one rank's piece, and nothing was loaded; {way_out}", RuntimeError)
 
 
 def _load_averages(module: StandIn, state: Mapping[str, Any], strict: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardow import _core
+from shardow.averages import torch_rules
 from shardow.averages.cuda_streams import Streams
 from shardow.averages.options import DTYPES
 from shardow.base.checks import warn
@@ -96,12 +97,12 @@ class Pairs:
             engine.wait()
         torch.autograd.graph.increment_version(self._averages)
         for pairs in self._others.values():
-            in_torch(self._rule, *_on_one_device(pairs), decay, weight)
+            torch_rules.apply(self._rule, *_on_one_device(pairs), decay, weight)
         copy_all(*_sides(self._copies))
         if held and not self._warned:
             self._warned = True
             warn(
-                f"{held} weights are NaN or Inf; their averages keep their last values. This warning is given once",
+                f"{held} weights are NaN or Inf; their averages stay (told once)",
                 RuntimeWarning,
             )
 
@@ -218,28 +219,3 @@ def _view(pair: Pair, tensor: torch.Tensor) -> _core.TensorView:
     assert memory is not None
     region = pair.region or _core.Region.whole([memory.numel()])
     return storage.engine_view(pair.name, DTYPES[tensor.dtype], memory, region)
-
-
-def in_torch(rule: str, averages: Tensors, sources: Tensors, decay: float, weight: float) -> None:
-    """A rule of shardow.EMA on lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds them
-    first.
-    """
-    pairs = list(zip(averages, sources, strict=True))
-    if rule == "lerp":
-        torch._foreach_lerp_(averages, [source.to(average.dtype) for average, source in pairs], weight)
-    elif rule == "mul_add":
-        for average in averages:
-            average.mul_(decay)
-        torch._foreach_add_(averages, sources, alpha=weight)
-    elif rule == "two_products":
-        for average, source in pairs:
-            average.copy_(average * decay + weight * source)
-    elif rule == "difference":
-        torch._foreach_sub_(averages, [difference.mul_(weight) for difference in torch._foreach_sub(averages, sources)])
-    elif rule == "fused_difference":
-        torch._foreach_sub_(averages, torch._foreach_sub(averages, sources), alpha=weight)
-    else:
-        whole = round(1 / weight)  # as in the engine: 1 / n is rounded, and n is meant
-        divisor = whole if abs(1 / weight - whole) < 1e-9 * whole else 1 / weight
-        for average, source in pairs:
-            average.copy_(average + (source - average) / divisor)

@@ -132,9 +132,7 @@ def _is_averaged(choose: Choose, one: LocalTensor, kind: Kind) -> bool:
     chosen = choose(one.name, one.tensor, kind) == "average"
     if chosen and one.tensor.is_complex():
         way_out = "keep it as two of them (torch.view_as_real)"
-        raise unsupported(
-            f"'{one.name}' is {one.tensor.dtype}; averages that ranks share are of real numbers: {way_out}"
-        )
+        raise unsupported(f"'{one.name}' is {one.tensor.dtype}; shared averages are of real numbers: {way_out}")
     return chosen and _is_real("", one.tensor)
 
 

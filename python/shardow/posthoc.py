@@ -107,11 +107,9 @@ def synthesize(
 
     settle(team.process_group)  # a snapshot may be under way
     found, where, options = team.agree("synthesize()", check)
-    told = shown(progress, f"synthesize {Path(where).name}", team.rank)
+    bar = shown(progress, f"synthesize {Path(where).name}", team.rank)
     with naming(f"synthesize() to {where}"):
-        report = _core.posthoc_synthesize(
-            team.group, found, Path(where), **options, timeout=team.timeout, progress=told
-        )
+        report = _core.posthoc_synthesize(team.group, found, Path(where), **options, timeout=team.timeout, progress=bar)
     return {"plan": found, **report}
 
 

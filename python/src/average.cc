@@ -68,7 +68,7 @@ class PythonBackend final : public average::Backend {
   average::NonFiniteCount read_count() override {
     const nb::gil_scoped_acquire gil;
     const auto [elements, first] = nb::cast<std::pair<int64_t, size_t>>(updater_.attr("read_count")());
-    return {elements, elements > 0 ? begins_[first] : nullptr};
+    return {elements, first < begins_.size() ? begins_[first] : nullptr};
   }
   int64_t table_bytes() const noexcept override { return 0; }
 

@@ -223,7 +223,7 @@ TEST(Overlap, IsRefusedForADevicesViews) {
   OwnTensor one("one", {4}, 1);
   one.view.device = {Device::Kind::kCuda, 0, nullptr};
   const std::string said = message_of([&] { Average({&one.view, 1}, overlapped(0.5)); }, Code::kUnsupported);
-  EXPECT_NE(said.find("'one' is on CUDA device 0"), std::string::npos) << said;
+  EXPECT_NE(said.find("'one' is on a device"), std::string::npos) << said;
 }
 
 }  // namespace

@@ -20,7 +20,6 @@ STEPS = 6
 KINDS: dict[str, dict[str, Any]] = {
     "lerp": {"decay": 0.9},
     "noise": {"decay": 0.999999, "stochastic": True},
-    "overlap": {"decay": 0.9, "overlap": True},
     "every second": {"decay": 0.9, "update_every": 2},
 }
 
@@ -50,12 +49,13 @@ def test_a_teacher_on_the_device_has_the_averages_of_an_ordinary_ema(
     student, teacher = pair(weights, averages)
     ema = shardow.EMA(student, averages=teacher, **KINDS[kind])
     ordinary = shardow.EMA(student, dtype=averages, **KINDS[kind])
+    teacher[0](torch.randn(4, 257, device="cuda", dtype=averages))  # cuBLAS keeps some memory
     before = torch.cuda.memory_allocated()
     for step in range(STEPS):
         train(student, step)
         ema.update()
         ordinary.update()
-        teacher[0](torch.randn(4, 257, device="cuda", dtype=averages))  # waits for the update where that goes on beside
+        teacher[0](torch.randn(4, 257, device="cuda", dtype=averages))
         assert torch.equal(teacher[0].weight, ordinary.state_dict()["averages"]["0.weight"].view(131, 257))
     assert torch.cuda.memory_allocated() == before
     same(ema.full_state_dict(), ordinary.full_state_dict())

@@ -6,22 +6,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
 from shardow import _core
+from shardow.averages.tracked import Tracked
 from shardow.base.checks import unsupported
 from shardow.base.signals import Held
-
-if TYPE_CHECKING:
-    from shardow.averages.tracked import Tracked
 
 Tensors = list[torch.Tensor]
 
 #: As the engine numbers its forms (src/kernels/step.h); the first one copies, the last one rounds stochastically.
 _FORMS = ("copy", "lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient", "stochastic")
-_AT_ONCE = 1 << 24  # elements: what is converted and masked beside the averages
+_AT_ONCE = 1 << 22  # elements: what is converted and masked beside the averages
 
 
 class OtherMemory:
@@ -33,9 +31,8 @@ class OtherMemory:
         self._kept: dict[str, torch.Tensor] = {}
 
     def bind(self, names: Sequence[str]) -> Updater:
-        large = next((row.name for row in self._rows.values() if math.prod(row.region.shape) >= 1 << 32), None)
-        if large is not None:
-            raise unsupported(f"'{large}' has 2^32 elements or more, which PyTorch's operations do not draw noise for")
+        if large := [row.name for row in self._rows.values() if math.prod(row.region.shape) >= 1 << 32]:
+            raise unsupported(f"'{large[0]}' has 2^32 elements or more, for which PyTorch's operations draw no noise")
         return Updater([self._rows[name] for name in names])
 
     def keep(self, name: str) -> None:
@@ -51,58 +48,74 @@ class OtherMemory:
         self._kept.clear()
 
 
+class Piece(NamedTuple):
+    """Elements [begin, end) of a row's part."""
+
+    row: Tracked
+    begin: int
+    end: int
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        return part[self.begin : self.end]
+
+    def noise(self, seed: int, step: int, k: int) -> torch.Tensor:
+        key = _core.noise_key(seed, step, self.row.name, k)
+        return _noise(self.row.region.window(self.begin, self.end), key, self.row.averages[k].device)
+
+
 class Updater:
     """``rows`` have averages of one dtype. Their weights are read where they lie at each call."""
 
     def __init__(self, rows: Sequence[Tracked]) -> None:
         self._rows = rows
-        #: Places of rows of one device and dtype, and on that device how many weights of each were not finite.
-        self._groups: list[tuple[list[int], torch.Tensor]] = []
-        kinds: dict[object, list[int]] = {}
-        for place, row in enumerate(rows):
-            if row.region.size:
-                kinds.setdefault((row.averages[0].device, row.source.dtype), []).append(place)
-        for places in kinds.values():
-            ends = itertools.accumulate(rows[place].region.size for place in places)
-            for _, some in itertools.groupby(zip(places, ends, strict=True), lambda pair: pair[1] // _AT_ONCE):
-                group = [place for place, _ in some]
-                count = torch.zeros(len(group), dtype=torch.int64, device=rows[group[0]].averages[0].device)
-                self._groups.append((group, count))
+        #: Pieces of one device and dtype, and on that device how many of their weights were not finite.
+        self._groups: list[tuple[list[Piece], torch.Tensor]] = []
+        kinds: dict[object, list[Tracked]] = {}
+        for row in rows:
+            kinds.setdefault((row.averages[0].device, row.source.dtype), []).append(row)
+        for (device, _), alike in kinds.items():
+            cuts = [(row, begin) for row in alike for begin in range(0, row.region.size, _AT_ONCE)]
+            pieces = [Piece(row, begin, min(begin + _AT_ONCE, row.region.size)) for row, begin in cuts]
+            ends = itertools.accumulate(piece.end - piece.begin for piece in pieces)
+            most = 1 if device.type == "cpu" else _AT_ONCE  # a CPU rounds 16 bits by where an element is in a tensor
+            groups: dict[int, list[Piece]] = {}
+            for piece, end in zip(pieces, ends, strict=True):
+                groups.setdefault(end // most, []).append(piece)
+            self._groups += [(group, torch.zeros((), dtype=torch.int64, device=device)) for group in groups.values()]
 
     def copy(self) -> None:
         """The averages become the weights."""
         for row in self._rows:
-            for average in row.averages:
-                average.copy_(row.sources())
+            torch._foreach_copy_(row.averages, [row.sources()] * len(row.averages))
 
     def update(self, forms: Sequence[tuple[int, float, float]], hold: bool, seed: int, step: int) -> None:
-        """``forms``: (form, decay, weight) of each average. Waits for no device."""
+        """``forms``: (form, decay, weight) of each average. A group at a time is put together, since a device takes one
+        large operation sooner than many small ones. Waits for no device."""
         with Held(), torch.no_grad():
-            for places, count in self._groups:
-                rows = [self._rows[place] for place in places]
-                values = [row.sources().to(row.averages[0].dtype) for row in rows]
-                finite = [value.isfinite() for value in values]
-                count.add_(torch.stack([(~mask).sum() for mask in finite]))
+            for pieces, count in self._groups:
+                sources = [piece.of(piece.row.sources()) for piece in pieces]
+                value = torch.cat(sources).to(pieces[0].row.averages[0].dtype)
+                finite = value.isfinite()
+                count.add_((~finite).sum())
                 for k, (form, decay, weight) in enumerate(forms):
-                    averages = [row.averages[k] for row in rows]
-                    before = [average.clone() for average in averages] if hold else []
+                    parts = [piece.of(piece.row.averages[k]) for piece in pieces]
+                    before = torch.cat(parts)
+                    average = before.clone() if hold else before
                     if _FORMS[form] == "stochastic":
-                        for row, average, value in zip(rows, averages, values, strict=True):
-                            bits = _noise(row.region, _core.noise_key(seed, step, row.name, k), value.device)
-                            _lerp_with_noise(average, value, weight, bits)
+                        bits = torch.cat([piece.noise(seed, step, k) for piece in pieces])
+                        _lerp_with_noise(average, value, weight, bits)
                     else:
-                        apply(_FORMS[form], averages, values, decay, weight)
-                    for average, old, mask in zip(averages, before, finite, strict=False):
-                        average.copy_(torch.where(mask, average, old))
+                        apply(_FORMS[form], [average], [value], decay, weight)
+                    after = torch.where(finite, average, before) if hold else average
+                    torch._foreach_copy_(parts, after.split([part.numel() for part in parts]))
 
     def read_count(self) -> tuple[int, int]:
-        """Returns how many weights were not finite since the last call, and the place of the first tensor with one.
-        Waits for devices."""
-        counts = {}
-        for places, count in self._groups:
-            counts.update({place: number for place, number in zip(places, count.tolist(), strict=True) if number})
-            count.zero_()
-        return sum(counts.values()), min(counts, default=0)
+        """Returns how many weights were not finite since the last call, and the place of the first tensor with one, if
+        it has one still. Waits for devices."""
+        total = sum(int(count) for _, count in self._groups)
+        torch._foreach_zero_([count for _, count in self._groups])
+        places = (place for place, row in enumerate(self._rows) if not bool(row.sources().isfinite().all()))
+        return total, next(places, len(self._rows)) if total else 0
 
 
 def apply(rule: str, averages: Tensors, values: Tensors, decay: float, weight: float) -> None:
@@ -155,13 +168,11 @@ def _signed(word: int) -> int:
 def _places(region: _core.Region, device: torch.device) -> torch.Tensor:
     """Global indices of the region's elements, int32."""
     shape = list(region.shape)
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     parts = []
     for offsets, sizes, _ in region.boxes():
         place = torch.zeros((), dtype=torch.int32, device=device)
-        for offset, size, stride in zip(offsets, sizes, strides, strict=False):
+        for offset, size, stride in zip(offsets, sizes, strides, strict=True):
             place = place.unsqueeze(-1) + torch.arange(offset, offset + size, dtype=torch.int32, device=device) * stride
         parts.append(place.reshape(-1))
     return torch.cat(parts)

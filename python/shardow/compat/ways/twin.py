@@ -96,9 +96,8 @@ class Twin(Follower):
         self._copied = [(e, p) for _, p, e, fate in weights if fate == "copy"]
         averaged = [Pair(name, p, e) for name, p, e, fate in weights if fate == "average"]
         dtypes = [(pair.source.dtype, pair.average.dtype) for pair in averaged if pair.average.is_floating_point()]
-        self._pairs = Pairs(
-            averaged, self._rule if isinstance(self._rule, str) else self._rule(dtypes), **self._options
-        )
+        rule = self._rule if isinstance(self._rule, str) else self._rule(dtypes)
+        self._pairs = Pairs(averaged, rule, **self._options)
         self._ours, self._theirs, self._model, self._followed = ours, theirs, model, self.module
 
     def _found_buffers(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, Fate]]:

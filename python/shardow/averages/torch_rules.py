@@ -70,7 +70,7 @@ class Updater:
         self._rows = rows
         #: Pieces of one device and dtype, and on that device how many of their weights were not finite.
         self._groups: list[tuple[list[Piece], torch.Tensor]] = []
-        kinds: dict[object, list[Tracked]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tracked]] = {}
         for row in rows:
             kinds.setdefault((row.averages[0].device, row.source.dtype), []).append(row)
         for (device, _), alike in kinds.items():

@@ -19,7 +19,7 @@ Tensors = list[torch.Tensor]
 
 #: As the engine numbers its forms (src/kernels/step.h); the first one copies, the last one rounds stochastically.
 _FORMS = ("copy", "lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient", "stochastic")
-_AT_ONCE = 1 << 22  # elements: what is converted and masked beside the averages
+_AT_ONCE = 1 << 23  # elements: what is converted and masked beside the averages
 
 
 class OtherMemory:
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
     end: int
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
-        return part[self.begin : self.end]
+        return part if self.end - self.begin == part.numel() else part[self.begin : self.end]
 
     def noise(self, seed: int, step: int, k: int) -> torch.Tensor:
         key = _core.noise_key(seed, step, self.row.name, k)
@@ -68,8 +68,8 @@ class Updater:
 
     def __init__(self, rows: Sequence[Tracked]) -> None:
         self._rows = rows
-        #: Pieces of one device and dtype, and on that device how many of their weights were not finite.
-        self._groups: list[tuple[list[Piece], torch.Tensor]] = []
+        #: Pieces of one device and dtype, their parts of each average, and how many of their weights were not finite.
+        self._groups: list[tuple[list[Piece], list[Tensors], torch.Tensor]] = []
         kinds: dict[tuple[torch.device, torch.dtype], list[Tracked]] = {}
         for row in rows:
             kinds.setdefault((row.averages[0].device, row.source.dtype), []).append(row)
@@ -81,7 +81,9 @@ class Updater:
             groups: dict[int, list[Piece]] = {}
             for piece, end in zip(pieces, ends, strict=True):
                 groups.setdefault(end // most, []).append(piece)
-            self._groups += [(group, torch.zeros((), dtype=torch.int64, device=device)) for group in groups.values()]
+            for group in groups.values():
+                parts = [[piece.of(piece.row.averages[k]) for piece in group] for k in range(len(alike[0].averages))]
+                self._groups.append((group, parts, torch.zeros((), dtype=torch.int64, device=device)))
 
     def copy(self) -> None:
         """The averages become the weights."""
@@ -92,14 +94,12 @@ class Updater:
         """``forms``: (form, decay, weight) of each average. A group at a time is put together, since a device takes one
         large operation sooner than many small ones. Waits for no device."""
         with Held(), torch.no_grad():
-            for pieces, count in self._groups:
-                sources = [piece.of(piece.row.sources()) for piece in pieces]
-                value = torch.cat(sources).to(pieces[0].row.averages[0].dtype)
+            for pieces, parts, count in self._groups:
+                value = torch.cat([piece.of(piece.row.sources()) for piece in pieces]).to(parts[0][0].dtype)
                 finite = value.isfinite()
                 count.add_((~finite).sum())
                 for k, (form, decay, weight) in enumerate(forms):
-                    parts = [piece.of(piece.row.averages[k]) for piece in pieces]
-                    before = torch.cat(parts)
+                    before = torch.cat(parts[k])
                     average = before.clone() if hold else before
                     if _FORMS[form] == "stochastic":
                         bits = torch.cat([piece.noise(seed, step, k) for piece in pieces])
@@ -107,13 +107,13 @@ class Updater:
                     else:
                         apply(_FORMS[form], [average], [value], decay, weight)
                     after = torch.where(finite, average, before) if hold else average
-                    torch._foreach_copy_(parts, after.split([part.numel() for part in parts]))
+                    torch._foreach_copy_(parts[k], after.split([part.numel() for part in parts[k]]))
 
     def read_count(self) -> tuple[int, int]:
         """Returns how many weights were not finite since the last call, and the place of the first tensor with one, if
         it has one still. Waits for devices."""
-        total = sum(int(count) for _, count in self._groups)
-        torch._foreach_zero_([count for _, count in self._groups])
+        total = sum(int(count) for *_, count in self._groups)
+        torch._foreach_zero_([count for *_, count in self._groups])
         places = (place for place, row in enumerate(self._rows) if not bool(row.sources().isfinite().all()))
         return total, next(places, len(self._rows)) if total else 0
 

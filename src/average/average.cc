@@ -164,7 +164,7 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
   if (from == OptionsFrom::kFile) {
     AverageOptions merged = average::with_options_of(state.options, options);
     try {
-      average::check_options(merged, other == nullptr);
+      average::check_options(merged, other_memory == nullptr);
     } catch (const Error& error) {
       fail(error.code(),
            "the saved state's options do not fit averages of dtype {} (go on with your own options instead): {}",

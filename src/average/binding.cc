@@ -85,8 +85,8 @@ std::string names_of(std::span<const TensorView> views) {
 
 Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen,
                     std::shared_ptr<average::OtherMemory> others)
-    : user(names_of(parameters)), options(std::move(chosen)), other(std::move(others)) {
-  average::check_options(options, other == nullptr);
+    : user(names_of(parameters)), options(std::move(chosen)), other_memory(std::move(others)) {
+  average::check_options(options, other_memory == nullptr);
   average::check_parameters(parameters);
   average::check_devices(parameters, options);
   if (options.replicas == nullptr) {
@@ -180,7 +180,7 @@ Average::Impl::Bound Average::Impl::make_bound(std::span<const TensorView> views
       made.offloads.push_back(
           std::make_unique<average::Offload>(device, parameters, averaged, std::move(ring), *background_pool_));
     } else if (device.kind == average::kOther) {
-      made.backends.push_back(other->bind(parameters));
+      made.backends.push_back(other_memory->bind(parameters));
     } else {
       made.backends.push_back(
           average::make_backend(device, parameters, averaged, options.overlap ? *background_pool_ : *pool));

@@ -28,12 +28,12 @@ struct Average::Impl {
   mutable average::OneUser user;
   AverageOptions options;
   average::Counters counters;
-  std::vector<TensorView> parts;                  // what this rank averages of the parameters as bound
-  std::vector<TensorView> undivided;              // the parameters, where replicas divide them
-  std::vector<std::vector<TensorView>> averages;  // [k][parameter]
-  kernels::Memory memory;                         // of the averages, where they are our own
-  std::shared_ptr<average::OtherMemory> other;    // where kernels reach neither parameters nor averages
-  std::unique_ptr<base::ThreadPool> pool;         // of all work on a CPU but updates in the background; never null
+  std::vector<TensorView> parts;                       // what this rank averages of the parameters as bound
+  std::vector<TensorView> undivided;                   // the parameters, where replicas divide them
+  std::vector<std::vector<TensorView>> averages;       // [k][parameter]
+  kernels::Memory memory;                              // of the averages, where they are our own
+  std::shared_ptr<average::OtherMemory> other_memory;  // where kernels reach neither parameters nor averages
+  std::unique_ptr<base::ThreadPool> pool;              // of all work on a CPU but updates in the background; never null
 
   /// What averages, of the views as bound: those whose averages lie beside them, and those whose averages are on the
   /// host.

@@ -158,9 +158,9 @@ void Average::Impl::exchange_in() {
     }
     const TensorView &weight = swap->weights[i], &average = averages[swap->k][i];
     if (average::is_other(weight)) {
-      other->keep(weight);
+      other_memory->keep(weight);
       swap->exchanged = i + 1;
-      other->show(weight, swap->k);
+      other_memory->show(weight, swap->k);
     } else if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
       size_t end = i + 1;
       while (end < swap->weights.size() && end - i < average::kMostSwapped && swap_together(i, end)) ++end;
@@ -189,7 +189,7 @@ void Average::Impl::exchange_out() {
     }
     const TensorView& weight = swap->weights[i];
     if (average::is_other(weight)) {
-      other->put_back(weight);
+      other_memory->put_back(weight);
     } else if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
       while (i > 0 && swap->exchanged - i < average::kMostSwapped && swap_together(i, i - 1)) --i;
       exchange(i, swap->exchanged, Direction::kOut);
@@ -201,7 +201,7 @@ void Average::Impl::exchange_out() {
   for (size_t i = 0; i < swap->kept.size(); ++i) {
     if (swap->kept[i].bytes() > 0) average::finish(swap->weights[i]);
   }
-  if (other) other->forget();
+  if (other_memory) other_memory->forget();
 }
 
 bool Average::Impl::swap_together(size_t i, size_t other) const {

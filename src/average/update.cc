@@ -199,7 +199,7 @@ NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {
   try {
     for (const auto& backend : bound.backends) add(total, backend->update(step, by_runs));
   } catch (const std::exception& cause) {
-    if (!other) throw;  // kernels begin all or nothing
+    if (!other_memory) throw;  // kernels begin all or nothing
     torn.emplace(Code::kInternal,
                  fmt::format("the update of step {} stopped, and some averages may be of the step before: load a "
                              "checkpoint into new averages, or begin them again (reset()): {}",

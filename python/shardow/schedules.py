@@ -194,7 +194,7 @@ def _as_schedule(decay: object) -> Schedule:
     try:
         decay = number("decay", decay)
     except errors.Error:
-        raise errors.UnknownOptionError(f"decay={decay!r}; give one in [0, 1] or one of shardow.schedules") from None
+        raise errors.UnknownOptionError(f"decay={decay!r}; give a number in [0, 1], or a schedule") from None
     if not 0 <= decay <= 1:
         raise invalid(f"decay={decay}; it must be in [0, 1]: the weight kept on the old average per step, e.g. 0.9999")
     if 0 < decay < 0.5:

@@ -23,7 +23,7 @@ struct SwapState {
 struct Driver {
   static SwapState swap_state(const Average& ema) noexcept;
 
-  /// Of views that the caller needs no more: a million of them are 100 MB. `other` does the work of those on kOther.
+  /// Takes views that the caller needs no more, of which a million are 100 MB. `other` works on those that are kOther.
   static Average make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages,
                       AverageOptions options, std::shared_ptr<OtherMemory> other);
 

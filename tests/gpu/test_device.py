@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rules import RULES
 
 import shardow
 from shardow import _core
@@ -27,12 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lerp": {"decay": 0.9},
     "several": {"decay": [0.9, 0.99, 0.9999]},
     "noise": {"decay": 0.999999, "seed": 7},
-    "mul_add": {"decay": 0.99, "rule": "mul_add"},
-    "two_products": {"decay": 0.99, "rule": "two_products"},
-    "difference": {"decay": 0.99, "rule": "difference"},
-    "fused_difference": {"decay": 0.99, "rule": "fused_difference"},
-    "quotient": {"decay": 0.99, "rule": "quotient"},
-    "float64": {"decay": 0.99, "dtype": torch.float64},
+    **RULES,
     "bfloat16": {"decay": 0.99, "dtype": torch.bfloat16},
     "every third": {"decay": 0.9, "update_every": 3, "start_step": 2},
 }
@@ -58,11 +54,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     for name in a:
         assert a[name].dtype == b[name].dtype
         assert torch.equal(a[name].cpu().view(torch.uint8), b[name].cpu().view(torch.uint8)), name
-
-
-@pytest.fixture(autouse=True)
-def _quiet(recwarn: pytest.WarningsRecorder) -> None:
-    """16-bit averages and odd decays warn; that is tested elsewhere."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -31,11 +31,6 @@ class Steps(torch.optim.Optimizer):
         self.number += 1
 
 
-@pytest.fixture(autouse=True)
-def _quiet(recwarn: pytest.WarningsRecorder) -> None:
-    """16-bit averages and odd decays warn; that is tested elsewhere."""
-
-
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "by hand"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

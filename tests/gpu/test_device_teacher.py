@@ -24,11 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _quiet(recwarn: pytest.WarningsRecorder) -> None:
-    """16-bit averages and odd decays warn; that is tested elsewhere."""
-
-
 def pair(student: torch.dtype, teacher: torch.dtype) -> tuple[Any, Any]:
     """The teacher begins with other values."""
     twin = model_of(teacher).cuda().requires_grad_(False)

@@ -40,6 +40,8 @@ T = TypeVar("T")
 Facts = Mapping[str, Any]  # JSON values by name
 Asked = Callable[[], Facts]
 
+_NO_GRAPH = "PyTorch's operations make the updates, which no graph repeats; call update() after each replay"
+
 
 class Averages:
     """What EMA is the face of, and what surfaces compose. ``view``: the model as it was found; ``team``: the ranks that
@@ -59,7 +61,6 @@ class Averages:
         self.teacher = teacher
         self.team.same("EMA(...)", lambda: self._build({"decay": decay, **asked}, source), "EMA")
         self.offloaded = any(one.is_offloaded for one in self.tracked)
-        self.by_torch = sum(row.by_torch for row in self.tracked)
         arenas = {one.arena for one in self.tracked}
         self.streams = Streams(
             (one.source for one in self.tracked), (arena.on_device for arena in arenas if arena is not None)
@@ -90,12 +91,13 @@ class Averages:
         self.tracked = tracked = track(options.chosen(self.view), options, source, give)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
         offloaded = all(row.is_offloaded for row in tracked)
+        self.by_torch = sum(row.by_torch for row in tracked)
         chosen = options.engine(self.team.size == 1, offloaded, keep_values=give is not None)
 
         def make() -> _core.Average:  # the views are its own
             averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(self.keys))]
-            other = OtherMemory(tracked) if any(row.by_torch for row in tracked) else None
-            return _core.Average([one.view(one.memory()) for one in tracked], averages, chosen, other)
+            other = OtherMemory(tracked) if self.by_torch else None
+            return _core.Average([row.view(row.memory()) for row in tracked], averages, chosen, other)
 
         self._engine = with_memory(make)
         own = {"options": self._engine.state(), "replicas": options.replicas}
@@ -262,10 +264,12 @@ class Averages:
 
     def prepare_replay(self, step: int | None, samples: float) -> None:
         """See EMA.prepare_replay()."""
-        if self.by_torch or self.engine.swapped or not self.view.unchanged():
+        if self.by_torch:
+            raise unsupported(_NO_GRAPH)
+        if self.engine.swapped or not self.view.unchanged():
             raise invalid(
-                "prepare_replay(): weights were swapped, moved or replaced since update() was captured, or PyTorch's "
-                "operations make updates, which no graph repeats; a replay would read old memory. Capture it anew"
+                "prepare_replay(): weights were swapped, moved or replaced since update() was captured; a replay would "
+                "read their old memory. Capture it anew"
             )
         self.engine.prepare_replay(step, samples)
 
@@ -294,7 +298,7 @@ class Averages:
     def ready_to_update(self) -> None:
         self.swap.ready_to_update()
         if self.by_torch and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise unsupported("update() in a capture: PyTorch's operations make it; call it after each replay instead")
+            raise unsupported(f"update() in a capture: {_NO_GRAPH}")
         if self.teacher is not None:
             self.teacher.refuse_moved()
         self.unfrozen.look()

@@ -55,6 +55,11 @@ class Options:
     def averages_buffers(self) -> bool:
         return callable(self.buffers) or self.buffers == "average"
 
+    @property
+    def to_nearest(self) -> bool:
+        """Averages have 16 bits, rounded as PyTorch rounds: the engine has no kernels for them."""
+        return self.dtype.itemsize == 2 and self.rounding == "nearest"
+
     def chosen(self, view: ModelView) -> list[LocalTensor]:
         """Parameters, and buffers where they are averaged, in the model's order."""
         chosen = [one for one in view.parameters if self.wants(one)]

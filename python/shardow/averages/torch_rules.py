@@ -113,7 +113,8 @@ class Updater:
         """Returns how many weights were not finite since the last call, and the place of the first tensor with one, if
         it has one still. Waits for devices."""
         total = sum(int(count) for *_, count in self._groups)
-        torch._foreach_zero_([count for *_, count in self._groups])
+        for *_, count in self._groups:
+            count.zero_()
         places = (place for place, row in enumerate(self._rows) if not bool(row.sources().isfinite().all()))
         return total, next(places, len(self._rows)) if total else 0
 

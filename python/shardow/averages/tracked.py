@@ -235,7 +235,7 @@ def track(
     if give is not None:
         give(tracked, options)
     else:
-        homes = [_home(row, options.device) for row in tracked]
+        homes = [_home(row, options) for row in tracked]
         for device in dict.fromkeys(homes):
             rows = [row for row, home in zip(tracked, homes, strict=True) if home == device]
             arena = Arena([row.region for row in rows], options.dtype, len(options.schedules), device)
@@ -247,12 +247,11 @@ def track(
 
 def _leave_to_torch(tracked: Sequence[Tracked], options: Options) -> None:
     """Says of which averages the engine has no kernels."""
-    narrow = options.dtype.itemsize == 2
     for row in tracked:
         device = storage.device_of(row.averages[0])
         refusal = storage.why_not(device)
-        row.by_torch = bool(refusal) or (narrow and options.rounding == "nearest")
-        if refusal and narrow and options.rounding != "nearest":
+        row.by_torch = bool(refusal) or options.to_nearest
+        if refusal and options.dtype.itemsize == 2 and not options.to_nearest:
             raise unsupported(f"'{row.name}' on {device}: 16-bit averages take stochastic=False there, since {refusal}")
         if refusal and device not in _warned:
             _warned.add(device)
@@ -273,18 +272,18 @@ def facts_of(tracked: Sequence[Tracked]) -> dict[str, Any]:
     }
 
 
-def _home(one: Tracked, wanted: torch.device | None) -> torch.device:
-    """Where the averages of ``one`` live: with its weights, or on the host."""
-    there = storage.device_of(one.source)
+def _home(row: Tracked, options: Options) -> torch.device:
+    """Returns where the averages of ``row`` live: with its weights, or on the host."""
+    there, wanted = storage.device_of(row.source), options.device
     if wanted is None or wanted == there or (wanted.type == there.type and wanted.index is None):
         return there
     if wanted.type == "cpu":
-        one.is_offloaded = there.type == "cuda" and _core.cuda_available()
-        one.is_copied = not one.is_offloaded
-        one.follow()
+        row.is_offloaded = there.type == "cuda" and _core.cuda_available() and not options.to_nearest
+        row.is_copied = not row.is_offloaded
+        row.follow()
         return torch.device("cpu")
     raise unsupported(
-        f"device={str(wanted)!r}: '{one.name}' is on {there}, and averages live with their weights (leave device= out) "
+        f"device={str(wanted)!r}: '{row.name}' is on {there}, and averages live with their weights (leave device= out) "
         "or on the host (device='cpu')"
     )
 

@@ -94,10 +94,7 @@ class AveragedModel(Averaged):
         multi_avg_fn: MultiAvgFn | None = None, use_buffers: bool = False, *, replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
         if avg_fn is not None and multi_avg_fn is not None:
-            raise invalid(
-                "avg_fn and multi_avg_fn are both given; leave out one",
-                AssertionError,
-            )
+            raise invalid("avg_fn and multi_avg_fn are both given; leave out one", AssertionError)
         known = _arithmetic_of(multi_avg_fn or avg_fn, model)
         rule = known[0] if known is not None else "lerp"
         choose = everything if use_buffers else _parameters

@@ -213,10 +213,7 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
                 checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint)
             )
     if not isinstance(checkpoint, Mapping):
-        raise invalid(
-            f"{where} is a {type(checkpoint).__name__}, no dict with {' or '.join(KEYS)}",
-            AssertionError,
-        )
+        raise invalid(f"{where} is a {type(checkpoint).__name__}, not a dict with {' or '.join(KEYS)}", AssertionError)
     found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)
     if not isinstance(found, Mapping):
         there = f"none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}"

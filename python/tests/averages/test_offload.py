@@ -237,3 +237,25 @@ def test_a_swap_is_exact_both_ways_for_every_dtype_and_takes_no_second_copy() ->
                 assert device.fake.allocated() == ring
             trainings.same(weights_of(models[0]), before)
             trainings.same(*(ema.full_state_dict() for ema in emas))
+
+
+@on_device
+@pytest.mark.filterwarnings("ignore:averages in")
+def test_16_bits_to_nearest_on_the_host_are_those_of_torchs_operation() -> None:
+    """PyTorch makes such updates, on the host, of weights that are copied there."""
+    import shardow
+
+    with Device() as device:
+        model = nn.Linear(5, 3).bfloat16()
+        device.hold(model)
+        ema = shardow.EMA(model, 0.9, rule="mul_add", dtype=torch.bfloat16, stochastic=False, device="cpu")
+        expected = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        for _ in range(3):
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    expected[name].mul_(0.9).add_(weight.add_(0.25), alpha=1 - 0.9)
+            ema.update()
+        averages, stats = ema.full_state_dict(), ema.stats()
+    assert stats["by_torch"] == 2
+    assert "offload/bytes" not in stats
+    assert all(torch.equal(averages[name], expected[name]) for name in expected)

@@ -101,10 +101,7 @@ class Pairs:
         copy_all(*_sides(self._copies))
         if held and not self._warned:
             self._warned = True
-            warn(
-                f"{held} weights are NaN or Inf; their averages stay (told once)",
-                RuntimeWarning,
-            )
+            warn(f"{held} weights are NaN or Inf; their averages keep their values (one warning)", RuntimeWarning)
 
     def apply(self, change: Callable[[Tensors, Tensors], None]) -> None:
         """change(averages, sources) in the rule's place: lists of what is averaged, in their order, each source on its
@@ -135,9 +132,9 @@ class Pairs:
     def _engine_takes(self, pair: Pair) -> bool:
         source, average = pair.source, pair.average
         here, there = storage.device_of(average), storage.device_of(source)
-        on_host = here.type == there.type == "cpu"
-        reached = on_host or (there.type == "cuda" and (here == there or here.type == "cpu") and _core.cuda_available())
-        if not reached or not {source.dtype, average.dtype} <= DTYPES.keys():
+        beside = here == there and there.type in ("cpu", "cuda") and not storage.why_not(there)
+        on_host = here.type == "cpu" and there.type == "cuda" and _core.cuda_available()
+        if not (beside or on_host) or not {source.dtype, average.dtype} <= DTYPES.keys():
             return False
         if flat(source) is None or _strides(source) != _strides(average):
             return False

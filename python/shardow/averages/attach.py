@@ -76,9 +76,7 @@ class Attachments:
             raise invalid("update() while attached would count each step twice; handle.remove() first")
         if overlap:
             why = "nothing would keep the next step from changing weights that are still being averaged"
-            raise invalid(
-                f"update() with overlap=True: {why}; attach(optimizer), whose step waits, or drop overlap"
-            )
+            raise invalid(f"update() with overlap=True: {why}; attach(optimizer), whose step waits, or drop overlap")
 
     def add(self, optimizer: Any, samples: Samples | None) -> Handle:
         inner = _innermost(optimizer)

@@ -55,7 +55,7 @@ test-cpp: build
 	@tools/skipped build/release/Testing/Temporary/LastTest.log
 
 # What waits most comes first; what takes long is not last.
-OF_PYTHON := $(addprefix tests/,crash libtorch machines) $(addprefix python/tests/,ranks averages start checkpoints) tests examples python/tests
+OF_PYTHON := $(addprefix tests/,crash libtorch machines) $(addprefix python/tests/,distributed averages start checkpoints) tests examples python/tests
 
 # Python's own, and of what starts programs: the command, both languages, installed packages, machines. By files, so that what a file's tests
 # share is made once; two files more at a time than there are processors, since files wait for a half of their time.
@@ -72,7 +72,7 @@ test-frameworks: build
 TORCH ?= 2.6.0
 
 test-torch: build build/torch-$(TORCH)  ## what docs/versions.md names, with TORCH=2.6.0 or another beside the rest of .venv
-	build/torch-$(TORCH)/bin/python -m pytest -n $(JOBS) --dist loadfile $(addprefix python/tests/,averages files model start ranks schedules)
+	build/torch-$(TORCH)/bin/python -m pytest -n $(JOBS) --dist loadfile $(addprefix python/tests/,averages files model start distributed schedules)
 
 # Looks into its own packages first, and then into those of .venv.
 build/torch-%: build/.tests

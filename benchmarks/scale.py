@@ -36,7 +36,7 @@ from emulated import CountedStore, Emulated, emulated, on_all
 
 import shardow
 from shardow import _core
-from shardow.ranks import store_group
+from shardow.distributed import store_group
 
 TENSORS, ROWS = 2_000, 64  # of the processes' checkpoint
 TIMEOUT = 600.0

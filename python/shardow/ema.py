@@ -191,6 +191,17 @@ class EMA:
             self._averages.teacher.refuse_optimizer(optimizer)
         return self._attached.add(optimizer, samples)
 
+    def module(self) -> nn.Module:
+        """Returns the teacher: ``averages``, or for a plain or DDP model a copy of it whose parameters are the averages
+        themselves, made once; call it between updates. Local. With replicas ``replicas="copy"``. Buffers as
+        ``buffers`` says; frozen weights are copied once. From here on the EMA is not swapped, nor copied or pickled.
+
+        Raises:
+            NotImplementedError: the model is sharded: make the teacher as it is made, and pass ``averages=``; averages
+                on another device than the weights. ValueError: several decays, replicas that divide the averages.
+        """
+        return self._averages.module()
+
     def detach(self) -> None:
         """Ends every attach() of this EMA, and ``optimizer=``. Local; nothing where it is not attached."""
         self._attached.remove_all()
@@ -286,8 +297,11 @@ class EMA:
         Returns:
             dict: {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
-        find, hand_out = persistence.to_save(self._averages, "save()", max_shard_size, metadata)
-        return engine.write(find, path, self._averages.team, hand_out, progress=progress)
+
+        def find() -> engine.SaveStep:
+            return persistence.to_save(self._averages, "save()", max_shard_size, metadata)
+
+        return engine.write(find, path, self._averages.ranks, progress=progress)
 
     def async_save(
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
@@ -295,8 +309,11 @@ class EMA:
     ) -> SaveHandle:  # fmt: skip
         """save() that returns when this rank's averages are copied, so that training and updates go on; see
         shardow.async_save(). Collective."""
-        find, hand_out = persistence.to_save(self._averages, "async_save()", max_shard_size, metadata)
-        return engine.write_in_background(find, path, self._averages.team, hand_out, progress=progress)
+
+        def find() -> engine.SaveStep:
+            return persistence.to_save(self._averages, "async_save()", max_shard_size, metadata)
+
+        return engine.write_in_background(find, path, self._averages.ranks, progress=progress)
 
     def load(
         self,

@@ -93,23 +93,24 @@ def synthesize(
     with with_torch("synthesize()"):
         import torch.distributed as dist
 
+        from shardow.distributed.rank_group import RankGroup, naming
         from shardow.files import engine
         from shardow.files.background import settle
-        from shardow.ranks.team import Team, naming
 
     world = dist.group.WORLD if dist.is_initialized() else None
-    team = Team(world if group is None else group, seconds(timeout))
+    ranks = RankGroup(world if group is None else group, seconds(timeout))
 
     def check() -> tuple[Plan, str, dict[str, Any]]:
         found = plan(directory, sigma_rel, schedule=schedule, step=step, formula=formula)
         _core.posthoc_check_output(Path(paths.to_read(directory)), Path(paths.to_write(out)))
         return found, paths.to_write(out), engine.dtype_and_limit(dtype, max_shard_size)
 
-    settle(team.process_group)  # a snapshot may be under way
-    found, where, options = team.agree("synthesize()", check)
-    bar = shown(progress, f"synthesize {Path(where).name}", team.rank)
+    settle(ranks.process_group)  # a snapshot may be under way
+    found, where, options = ranks.agree("synthesize()", check)
+    bar = shown(progress, f"synthesize {Path(where).name}", ranks.rank)
     with naming(f"synthesize() to {where}"):
-        report = _core.posthoc_synthesize(team.group, found, Path(where), **options, timeout=team.timeout, progress=bar)
+        options.update(timeout=ranks.timeout, progress=bar)
+        report = _core.posthoc_synthesize(ranks.group, found, Path(where), **options)
     return {"plan": found, **report}
 
 

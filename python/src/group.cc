@@ -1,5 +1,5 @@
 // Groups for Python. Rounds are C++'s, over a store of torch's (store.h); a subclass of Python's
-// (shardow.ranks.store_group.StoreGroup) moves blocks.
+// (shardow.distributed.store_group.StoreGroup) moves blocks.
 #include "shardow/group.h"
 
 #include <nanobind/stl/chrono.h>

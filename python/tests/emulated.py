@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from shardow import _core
-from shardow.ranks.store_group import StoreGroup
+from shardow.distributed.store_group import StoreGroup
 
 _STACK = 512 << 10  # bytes of a thread's
 

@@ -9,8 +9,8 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 INSIDE = {
-    ".py": r"\._core\b|\bimport _core\b|\bshardow\.(_core|averages|base|checkpoints|files|merging|model|ranks|start)\b"
-    r"|\bcompat\.ways\b",
+    ".py": r"\._core\b|\bimport _core\b|\bcompat\.ways\b"
+    r"|\bshardow\.(_core|averages|base|checkpoints|distributed|files|merging|model|start)\b",
     ".cc": r'#include "(average|base|cli|comm|ema|file|kernels|merge|mpi|posthoc|tensor)/|custom_group',
 }
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardow
 from shardow.averages import replicas
-from shardow.ranks import gather, store_group, stream, team
+from shardow.distributed import gather, rank_group, store_group, stream
 
 #: {name: (shape, the axis that ranks share)}: long runs, which each rank writes; short ones, which go through stripes;
 #: few bytes.
@@ -205,7 +205,7 @@ def counted(at: int | None) -> Iterator[itertools.count[int]]:
     """Steps that this rank takes with others, rounds of the store and transfers: before number ``at`` the test is
     told."""
     steps, begun = itertools.count(), gather.begun
-    places: list[Any] = [store_group, gather, stream, team, replicas]
+    places: list[Any] = [store_group, gather, stream, rank_group, replicas]
 
     def step() -> None:
         if next(steps) == at:

@@ -28,7 +28,7 @@ def load_averages(core: Averages, averages: Mapping[str, torch.Tensor]) -> None:
         core.swap.refuse("load_state_dict()")
         return _state.check("load_state_dict()", {"averages": averages}, [core.parts()], core.keys[:1])[0]
 
-    for target, value, region in core.team.agree("load_state_dict()", check):
+    for target, value, region in core.ranks.agree("load_state_dict()", check):
         _state.copy(target, value, region)
 
 

@@ -24,17 +24,18 @@ from shardow.averages.lineage import Lineage
 from shardow.averages.options import make_options
 from shardow.averages.replicas import Exchange, share_out
 from shardow.averages.swap import Swap
-from shardow.averages.teacher import Teacher
+from shardow.averages.teacher import Teacher, copy_over
 from shardow.averages.torch_rules import OtherMemory
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
+from shardow.distributed.gather import Gatherer, Part
+from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
 from shardow.files.reading import choose
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, check_equal, common_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
 from shardow.model.local import LocalTensor, oddity
+from shardow.model.names import unwrapped
 from shardow.model.swap_guard import read, refuse_foreign
 from shardow.model.view import find
-from shardow.ranks.gather import Gatherer, Part
-from shardow.ranks.team import Joint, Team
 
 T = TypeVar("T")
 Facts = Mapping[str, Any]  # JSON values by name
@@ -44,7 +45,7 @@ _NO_GRAPH = "PyTorch's operations make the updates, which no graph repeats; call
 
 
 class Averages:
-    """What EMA is the face of, and what surfaces compose. ``view``: the model as it was found; ``team``: the ranks that
+    """The implementation behind EMA and compat's classes. ``view``: the model as it was found; ``ranks``: those that
     share it; ``tracked``: what is averaged; ``keys``: what several averages are called; ``swap``: the transaction with
     the weights.
     """
@@ -57,9 +58,9 @@ class Averages:
         """``asked``: what make_options() takes beside the decay. Collective."""
         self.arguments = {**asked, "source": source, "timeout": timeout}
         self.view = find(model, group=group, odd=True)
-        self.team = Team(self.view.process_group, seconds(timeout))
+        self.ranks = RankGroup(self.view.process_group, seconds(timeout))
         self.teacher = teacher
-        self.team.same("EMA(...)", lambda: self._build({"decay": decay, **asked}, source), "EMA")
+        self.ranks.step("EMA(...)", lambda: self._build({"decay": decay, **asked}, source))
         self.offloaded = any(one.is_offloaded for one in self.tracked)
         arenas = {one.arena for one in self.tracked}
         self.streams = Streams(
@@ -67,20 +68,35 @@ class Averages:
         )
         self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
         if any(one.stretched for one in self.tracked):
-            share_out("EMA(...)", self.tracked, self.team)
-        if self.team.size > 1:
-            check_equal("EMA(...)", lambda: map(common_weight, self.tracked_weights()), self.team, DIFFERENT_WEIGHTS)
-        self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.team, self.splits)
-        self.swap.has_teacher = teacher is not None
+            share_out("EMA(...)", self.tracked, self.ranks)
+        self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.ranks, self.splits)
         self.lineage: Lineage | None = None  # once snapshots are taken, or a state was loaded of a run that took some
         # By directory; forgotten where the counters are replaced.
         self.snapshots: dict[Path, Any] = {}
         self._warned = False
         if teacher is not None:
-            teacher.start(self.begin, self.wait if self.options.overlap else None)
+            self.teach(teacher)
+
+    def teach(self, teacher: Teacher) -> None:
+        """Begins with a teacher that has taken the averages."""
+        self.teacher, self.swap.has_teacher = teacher, True
+        teacher.start(self.begin, self.wait if self.options.overlap else None)
+
+    def module(self) -> nn.Module:
+        """See EMA.module()."""
+        if self.teacher is None:
+            self.swap.ready("module()")
+            made = Teacher(copy_over(unwrapped(self.view.model), self.tracked), None, "teacher")
+            made.find(self.view)
+            made.take(self.tracked, self.options)
+            self.teach(made)
+        module = None if self.teacher is None else self.teacher.module
+        if not isinstance(module, nn.Module):
+            raise invalid("module(): averages= of this EMA are tensors, and no module")
+        return module
 
     @torch.inference_mode(False)  # where averages would become tensors that nobody may write
-    def _build(self, asked: dict[str, Any], source: Mapping[str, Source] | None) -> Facts:
+    def _build(self, asked: dict[str, Any], source: Mapping[str, Source] | None) -> Step[None]:
         """Returns what must be equal on all ranks."""
         self.view.reshard()
         give = None
@@ -92,7 +108,7 @@ class Averages:
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
         offloaded = all(row.is_offloaded for row in tracked)
         self.by_torch = sum(row.by_torch for row in tracked)
-        chosen = options.engine(self.team.size == 1, offloaded, keep_values=give is not None)
+        chosen = options.engine(self.ranks.size == 1, offloaded, keep_values=give is not None)
 
         def make() -> _core.Average:  # the views are its own
             averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(self.keys))]
@@ -100,8 +116,9 @@ class Averages:
             return _core.Average([row.view(row.memory()) for row in tracked], averages, chosen, other)
 
         self._engine = with_memory(make)
-        own = {"options": self._engine.state(), "replicas": options.replicas}
-        return {**facts_of(tracked), **own} if self.team.size > 1 else {}
+        facts = {**facts_of(tracked), "options": self._engine.state(), "replicas": options.replicas}
+        copies = EqualCopies("EMA(...)", map(common_weight, self.tracked_weights()), self.ranks)
+        return Step(None, [EqualFacts("EMA(...)", facts, self.ranks), copies, self.ranks.join("EMA")])
 
     @property
     def engine(self) -> _core.Average:
@@ -117,18 +134,11 @@ class Averages:
         """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
         updates. ``asked()``: what the call was asked for, which must be equal on all ranks."""
 
-        facts: dict[str, Any] = {}
-        states = self.state_round(what, facts)
-        results: list[T] = []
-
-        def check() -> bytes:
+        def prepare() -> Step[T]:
             self._raise_non_finite()
-            results[:] = [fn()]
-            facts.update(asked())
-            return states.words()
+            return Step(fn(), [self.states(what, asked())])
 
-        self.in_force(states.state_of_all(self.team.agree_on(what, check, states.sum_up)))
-        return results[0]
+        return self.ranks.step(what, prepare)
 
     def asked(self, decay: object, **facts: Any) -> Asked:
         """That the average of ``decay`` is meant, and no other on any rank."""
@@ -136,68 +146,58 @@ class Averages:
 
     def _raise_non_finite(self) -> None:
         """With several ranks: one that raised alone, in update(), would leave the others waiting."""
-        if self.options.nonfinite != "raise" or self.team.size == 1 or (met := self.engine.non_finite()) is None:
+        if self.options.nonfinite != "raise" or self.ranks.size == 1 or (met := self.engine.non_finite()) is None:
             return
         self.engine.forget_non_finite()
         step, elements, name = met
-        where = f"at step {step}, {elements} weights on rank {self.team.rank}"
+        where = f"at step {step}, {elements} weights on rank {self.ranks.rank}"
         raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
 
     def ready_to_swap(self, decay: object, what: str, fn: Callable[[], None]) -> int:
         """together(), and replicas hold the same weights: they are about to overwrite each other's. Returns which
         average ``decay`` is.
         """
-        facts: dict[str, Any] = {}
-
-        def find() -> list[Common | None]:
-            self._raise_non_finite()
-            facts.update(self.asked(decay)())
-            fn()
-            return [common_of(one.local) for one in self.tracked_weights()] if self.splits else []
-
         way_out = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
-        states = self.state_round(what, facts)
-        self.in_force(states.state_of_all(*check_equal(what, find, self.team, way_out, states)))
-        return self.keys.index(facts["decay"])
 
-    def state_round(self, what: str, facts: Facts) -> _state.StateRound:
-        """A round in which the averages' ranks compare their states."""
-        return _state.StateRound(what, self.team, lambda: self.engine.state(), facts)
+        def prepare() -> Step[int]:
+            self._raise_non_finite()
+            facts = self.asked(decay)()
+            fn()
+            weights = [common_of(row.local) for row in self.tracked_weights()] if self.splits else []
+            copies = EqualCopies(what, weights, self.ranks, way_out)
+            return Step(self.keys.index(facts["decay"]), [copies, self.states(what, facts)])
 
-    def in_force(self, state: str) -> str:
-        """``state``, which ranks have compared."""
+        return self.ranks.step(what, prepare)
+
+    def states(self, what: str, facts: Facts) -> _state.EqualStates:
+        """Returns the comparison of the averages' states on their ranks."""
         self.unfrozen.look(everywhere=True)
-        return state
+        return _state.EqualStates(what, self.ranks, self.engine.state(), facts)
 
-    def hand_out(
-        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict,
-        texts: Callable[[str], list[dict[str, str]]] = lambda _: [],
-    ) -> HandOut:  # fmt: skip
-        """The comparison before one rank's bytes stand for all that hold the same. ``others``: what of the model is
-        handed out too, wherever it lies now. ``asked()``: as together()'s; may raise. ``texts(state)``: metadata of
-        each file that is saved."""
-        facts: dict[str, Any] = {}
-
-        def find() -> Iterable[Common | None]:
-            common = self.handed_out(what)
-            facts.update(asked())
-            if others is None:
-                return common
+    def handing_out(
+        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
+    ) -> tuple[EqualCopies, _state.EqualStates]:
+        """Returns the comparisons before one rank's bytes stand for all that hold the same. ``others``: what of the
+        model is handed out too, wherever it lies now. ``asked()``: as together()'s. May raise."""
+        common, facts = self.handed_out(what), asked()
+        if others is not None:
             self.swap.ready(what)
             self.view.refuse_written()
             weights = set(self.view.parameters)
-            return chain(common, (common_of(one) for one in others() if one in weights))
-
-        states = self.state_round(what, facts)
-        return HandOut(self, EqualCopies(what, find, self.team, DIFFERENT_WEIGHTS), states, texts)
+            common = chain(common, (common_of(local) for local in others() if local in weights))
+        return EqualCopies(what, common, self.ranks), self.states(what, facts)
 
     def ready_to_hand_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
     ) -> str:
-        """Raises on every rank where what is handed out differs, by hand_out(). Returns the state of all ranks.
-        Collective, one round."""
-        comparison = self.hand_out(what, others, asked)
-        return comparison.state_of_all(self.team.agree_on(what, comparison.words, comparison.sum_up))
+        """Raises on every rank where what is handed out differs. Returns the state of all ranks. Collective, one
+        round."""
+
+        def prepare() -> Step[_state.EqualStates]:
+            compared = self.handing_out(what, others, asked)
+            return Step(compared[1], compared)
+
+        return self.ranks.step(what, prepare).state
 
     def tracked_weights(self) -> list[Tracked]:
         """Without buffers, of which each rank has its own: batch statistics."""
@@ -372,14 +372,14 @@ class Averages:
         kernels = f", kernels for {device} compiled by {compiler} in {seconds:.1f} s" if compiler else ""
         return (
             f"EMA(decay=[{', '.join(self.keys)}], {options}, {figures['parameters']} tensors, {figures['elements']:,} "
-            f"elements on this rank of {self.team.size}, {figures['bytes']:,} bytes, step {figures['step']}{kernels})"
+            f"elements on this rank of {self.ranks.size}, {figures['bytes']:,} bytes, step {figures['step']}{kernels})"
         )
 
     def distance(self, decay: object) -> float:
         """See EMA.distance()."""
         self.together("distance()", lambda: self.swap.ready("distance()"), self.asked(decay))
         self.swap.gather()
-        return _state.distance(self.tracked, choose(self.keys, decay), self.team)
+        return _state.distance(self.tracked, choose(self.keys, decay), self.ranks)
 
     def begin(self) -> None:
         """The averages become the weights; counters stay. Local."""
@@ -391,7 +391,7 @@ class Averages:
         """Ranks that divide the averages send each other the parts of weights that each of them wrote. Collective
         then."""
         if self.splits:
-            Exchange(written).run(self.team.timeout)
+            Exchange(written).run(self.ranks.timeout)
 
     @contextlib.contextmanager
     def or_as_before(self) -> Iterator[None]:
@@ -416,12 +416,12 @@ class Averages:
         this rank.
         """
         pairs = zip(self._parts[k], self.tracked, strict=True)
-        return [part for part, one in pairs if not saving or one.local.counts_on(self.team.rank)]
+        return [part for part, one in pairs if not saving or one.local.counts_on(self.ranks.rank)]
 
     def gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
         others = self.others() if complete else []
         more = [Part(local.name, local.flat(), local.region) for local in others if not oddity(local.tensor)]
-        return Gatherer(what, [*self.parts(k), *more], self.team)
+        return Gatherer(what, [*self.parts(k), *more], self.ranks)
 
     def others(self) -> list[LocalTensor]:
         """What a complete model has beside the averages."""
@@ -438,25 +438,5 @@ class Averages:
             raise unsupported(f"an EMA can't be {how} whose averages are a teacher's; make an EMA of copies of both")
         if self.view.process_group is not None:
             way_out = "Save it with save(), or take its state_dict() and load that into another EMA of such a model"
-            raise unsupported(f"an EMA on {self.team.size} ranks can't be {how}: each has a part. {way_out}")
+            raise unsupported(f"an EMA on {self.ranks.size} ranks can't be {how}: each has a part. {way_out}")
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}
-
-
-class HandOut(Joint):
-    """A round before one rank's averages stand for all that hold the same; see Averages.hand_out()."""
-
-    def __init__(
-        self, averages: Averages, copies: EqualCopies, states: _state.StateRound,
-        texts: Callable[[str], list[dict[str, str]]],
-    ) -> None:  # fmt: skip
-        super().__init__(copies, states)
-        self._averages, self._copies, self._states, self._texts = averages, copies, states, texts
-
-    def state_of_all(self, total: bytes) -> str:
-        """Returns the state of all ranks. Raises on every rank where ranks differ. Collective."""
-        copies, states = self.totals(total)
-        self._copies.taken(copies)
-        return self._averages.in_force(self._states.state_of_all(states))
-
-    def taken(self, total: bytes) -> list[dict[str, str]]:
-        return self._texts(self.state_of_all(total))

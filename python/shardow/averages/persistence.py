@@ -16,20 +16,20 @@ import torch
 from shardow import _core, errors
 from shardow.averages import lineage
 from shardow.averages import state as _state
-from shardow.averages.core import Averages, HandOut
+from shardow.averages.core import Averages
 from shardow.averages.state_dict import Decay, OptionsFrom, renew_keys
 from shardow.base.checks import invalid, one_of, whole
 from shardow.base.progress import Progress
+from shardow.distributed.gather import Part
+from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
 from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
 from shardow.files.reading import choose
 from shardow.model import dtypes
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
+from shardow.model.equal import Common, EqualCopies, common_of
 from shardow.model.extra_state import extra_states
 from shardow.model.local import refuse_all_odd
 from shardow.model.saved_form import saved_form
-from shardow.ranks.gather import Part
-from shardow.ranks.team import SameFacts, Team
 
 Report = dict[str, Any]
 Metadata = Mapping[str, str] | None
@@ -38,22 +38,20 @@ Metadata = Mapping[str, str] | None
 def to_save(
     averages: Averages, what: str, max_shard_size: int | str | None, metadata: Metadata,
     dtype: torch.dtype | str | None = None, named: bool = False,
-) -> tuple[engine.Find, HandOut]:  # fmt: skip
-    """Returns what a save of averages finds on this rank, and what ranks compare then."""
+) -> engine.SaveStep:  # fmt: skip
+    """Returns what a save of averages finds on this rank. May raise."""
+    copies, states = averages.handing_out(what)
+    if max_shard_size is not None and len(averages.keys) > 1:
+        raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
+    for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(engine.texts(metadata)):
+        raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
+    files = _files(averages, states.state, engine.texts(metadata), named)
 
-    def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
-        averages.handed_out(what)
-        if max_shard_size is not None and len(averages.keys) > 1:
-            raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
-        for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(engine.texts(metadata)):
-            raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
-        files = _files(averages, averages.engine.state(), engine.texts(metadata), named)
-        return files, engine.dtype_and_limit(dtype, max_shard_size)
+    def texts() -> list[dict[str, str]]:  # with the state of all ranks
+        return [texts for _, texts in _core.ema_files(averages.engine, states.state)]
 
-    def states(state: str) -> list[dict[str, str]]:
-        return [texts for _, texts in _core.ema_files(averages.engine, state)]
-
-    return find, averages.hand_out(what, texts=states)
+    options = engine.dtype_and_limit(dtype, max_shard_size)
+    return Step(engine.ToSave(files, options, texts), [copies, states])
 
 
 def snapshot(
@@ -75,17 +73,16 @@ def snapshot(
     averages.lineage.see(now)  # type: ignore[union-attr]
     if now.step == 0 or now.step // every <= mine.last // every:  # none is due
         return None
-    to_find, hand_out = to_save(averages, lineage.WHAT, None, None, dtype, named=True)
 
-    def find() -> tuple[Sequence[engine.FileParts], dict[str, Any]]:
-        if averages.team.rank == 0:
+    def find() -> engine.SaveStep:
+        if averages.ranks.rank == 0:
             mine.check(now.step)
-        files, options = to_find()
-        _refuse_infinite(files, chosen)
-        return files, options
+        step = to_save(averages, lineage.WHAT, None, None, dtype, named=True)
+        _refuse_infinite(step.value.files, chosen)
+        return step
 
     write = engine.write_in_background if asynchronous else engine.write
-    saved = write(find, where / directory_of(now.step), averages.team, hand_out, progress=progress, what=lineage.WHAT)
+    saved = write(find, where / directory_of(now.step), averages.ranks, progress=progress, what=lineage.WHAT)
     mine.last = now.step
     return saved
 
@@ -124,12 +121,12 @@ class Snapshots:
     def __init__(self, directory: Path, core: Averages, step: int) -> None:
         self._directory, self._core = directory, core
         history = core.lineage or lineage.Lineage()
-        told = json.loads(core.team.on_first(lineage.WHAT, lambda: self._look(history, step)))
+        told = json.loads(core.ranks.on_first(lineage.WHAT, lambda: self._look(history, step)))
         self.last: int = told["last"]  # what comes next is due after this
         # Snapshots of other runs, which this one replaces as it comes to their steps.
         self._strange = {(at, run) for at, run in told["strange"]}
         if not history.begun:
-            core.team.agree(lineage.WHAT, lambda: history.begin(core.engine.state(), core.keys, told["run"]))
+            core.ranks.agree(lineage.WHAT, lambda: history.begin(core.engine.state(), core.keys, told["run"]))
         history.replace({run for _, run in self._strange if run})
         core.lineage = history
 
@@ -203,7 +200,7 @@ def load(
     """See EMA.load()."""
     loading = _FileLoad(averages, path, bool(strict), bool(verify), options)
     with averages.or_as_before():
-        reports = loading.run(path, averages.team, verify=bool(verify), progress=progress)
+        reports = loading.run(path, averages.ranks, verify=bool(verify), progress=progress)
         loading.taking.finish("load()")
     missing, unexpected = (
         [*dict.fromkeys(name for one in reports for name in one[list_])] for list_ in ("missing", "unexpected")
@@ -217,26 +214,25 @@ def export(
     decay: Decay | None, progress: Progress | None, metadata: Metadata, pretrained: bool = False,
 ) -> Report:  # fmt: skip
     """See EMA.export(). ``pretrained``: tensors are those of transformers' save_pretrained()."""
-    team = averages.team
-    hand_out = averages.hand_out("export()", averages.others, averages.asked(decay))
+    ranks = averages.ranks
 
-    def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
-        averages.handed_out("export()")
-        averages.swap.ready("export()")
+    def find() -> engine.SaveStep:
+        compared = averages.handing_out("export()", averages.others, averages.asked(decay))
         k, others = choose(averages.keys, decay), averages.others()
         refuse_all_odd(others)
         own = {row.name: row.local.tensor.dtype for row in averages.tracked}
         own |= {local.name: local.tensor.dtype for local in others}
         parts = averages.parts(k, saving=True)
-        parts += [Part(local.name, local.flat(), local.region) for local in others if local.counts_on(team.rank)]
+        parts += [Part(local.name, local.flat(), local.region) for local in others if local.counts_on(ranks.rank)]
         parts, cast = engine.in_dtypes(parts, own, dtypes.floating(dtype))
         if pretrained and (form := saved_form(averages.view)):
             parts = form.parts(parts)
-        extra = extra_states(averages.view.model) if team.rank == 0 else {}
+        extra = extra_states(averages.view.model) if ranks.rank == 0 else {}
         file = engine.with_extra("", parts, extra, engine.texts(metadata))
-        return [file], {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
+        options = {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
+        return Step(engine.ToSave([file], options), compared)
 
-    return engine.write(find, path, team, hand_out, progress=progress, what="export()")
+    return engine.write(find, path, ranks, progress=progress, what="export()")
 
 
 class Taking:
@@ -270,12 +266,12 @@ class _FileLoad(engine.Load):
         self._averages, self._path, self._options, self._strict = averages, path, options, strict
         self._facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
 
-    def look(self) -> SameFacts:
+    def look(self) -> EqualFacts:
         self._averages.swap.refuse("load()")
         one_of("options", self._options, ("file", "own"))
         self._where = paths.to_read(self._path)
         self.taking = Taking(self._averages, self._options)
-        return SameFacts("load()", {**self._facts, "path": self._where})
+        return EqualFacts("load()", {**self._facts, "path": self._where})
 
     def find(self) -> tuple[str, list[str], bytes]:
         return self._where, self.taking.loading.names_at(self._where), b""
@@ -284,7 +280,7 @@ class _FileLoad(engine.Load):
         return [(parts, self._strict) for parts in self.taking.choose(files, self._where)]
 
     def begin(self, _: list[Report]) -> None:
-        self.taking.loading.begin(self._averages.team.rank)
+        self.taking.loading.begin(self._averages.ranks.rank)
 
 
 def common_beside(averages: Averages, what: str) -> list[Common | None]:
@@ -294,18 +290,18 @@ def common_beside(averages: Averages, what: str) -> list[Common | None]:
 
 
 def to_save_beside(
-    averages: Averages, what: str, metadata: Mapping[str, str], savers: Team, state: str | None
+    averages: Averages, what: str, metadata: Mapping[str, str], savers: RankGroup, state: str | None
 ) -> dict[str, engine.FileParts]:
     """Returns by key the files of averages in a directory that has others; ``savers``: who saves that. ``state``:
     that of all ranks, which have compared it; None where averages have other ranks. Collective then."""
-    state = averages.ready_to_hand_out(what) if state is None else averages.in_force(state)
+    state = averages.ready_to_hand_out(what) if state is None else state
     files = _files(averages, state, metadata, named=True)
-    if averages.team.size < savers.size:  # each rank of its own: they must have the same
-        rows = averages.tracked_weights()
-        states = _state.StateRound(what, savers, averages.engine.state, {})
-        (total,) = check_equal(
-            what, lambda: [common_of(row.local, average) for row in rows for average in row.averages], savers,
-            DIFFERENT_WEIGHTS, states,
-        )  # fmt: skip
-        states.state_of_all(total)
+    if averages.ranks.size < savers.size:  # each rank of its own: they must have the same
+
+        def prepare() -> Step[None]:
+            common = [common_of(row.local, average) for row in averages.tracked_weights() for average in row.averages]
+            states = _state.EqualStates(what, savers, averages.engine.state(), {})
+            return Step(None, [EqualCopies(what, common, savers), states])
+
+        savers.step(what, prepare)
     return dict(zip(averages.keys, files, strict=True))

@@ -21,9 +21,9 @@ from shardow import _core
 from shardow.averages.tracked import Tracked, places
 from shardow.base.checks import invalid, unsupported
 from shardow.base.signals import Held, impatient
+from shardow.distributed.rank_group import RankGroup
+from shardow.distributed.transfers import begun, finish, until
 from shardow.model.local import LocalTensor
-from shardow.ranks.team import Team
-from shardow.ranks.transfers import begun, finish, until
 
 
 @dataclass
@@ -137,7 +137,7 @@ Piece = tuple[int, int, int]  # elements [begin, end) of the local memory of ten
 EXCHANGED = 32 << 20  # bytes that all members of a group send in one round, as the engine's plan has it
 
 
-def share_out(what: str, tracked: Sequence[Tracked], team: Team) -> None:
+def share_out(what: str, tracked: Sequence[Tracked], ranks: RankGroup) -> None:
     """Each stretched tensor learns which rank has which stretch of it. Collective. Raises ValueError on every rank
     where together they don't have every element once."""
     own = {
@@ -146,14 +146,14 @@ def share_out(what: str, tracked: Sequence[Tracked], team: Team) -> None:
         if row.stretched and row.region.size
     }
     by_rank = [
-        {int(i): ends for i, ends in json.loads(text).items()} for text in team.gather(what, json.dumps(own).encode())
+        {int(i): ends for i, ends in json.loads(text).items()} for text in ranks.gather(what, json.dumps(own).encode())
     ]
-    team.agree(what, lambda: _take_in(tracked, by_rank, team))
+    ranks.agree(what, lambda: _take_in(tracked, by_rank, ranks))
 
 
-def _take_in(tracked: Sequence[Tracked], by_rank: Sequence[dict[int, tuple[int, int]]], team: Team) -> None:
-    team_ranks = [0] if team.process_group is None else dist.get_process_group_ranks(team.process_group)
-    indices: dict[int, dict[int, int]] = {}  # of each replica group, by its id: {rank in the team: index in the group}
+def _take_in(tracked: Sequence[Tracked], by_rank: Sequence[dict[int, tuple[int, int]]], ranks: RankGroup) -> None:
+    all_ranks = [0] if ranks.process_group is None else dist.get_process_group_ranks(ranks.process_group)
+    indices: dict[int, dict[int, int]] = {}  # of each replica group, by its id: {rank among all: index in the group}
     for row in tracked:
         if row.stretched:
             if len(row.local.replicas) > 1:
@@ -162,12 +162,12 @@ def _take_in(tracked: Sequence[Tracked], by_rank: Sequence[dict[int, tuple[int, 
             row.owners = {}
             for group, _, _ in row.local.replicas:
                 members = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
-                own = {rank: members[member] for rank, member in enumerate(team_ranks) if member in members}
+                own = {rank: members[member] for rank, member in enumerate(all_ranks) if member in members}
                 indices.setdefault(id(group), own)
     for rank, parts in enumerate(by_rank):
         for i, (begin, end) in parts.items():
             row = tracked[i]
-            index_of = indices[id(row.local.replicas[0][0])] if row.local.replicas else {team.rank: 0}
+            index_of = indices[id(row.local.replicas[0][0])] if row.local.replicas else {ranks.rank: 0}
             if rank in index_of:
                 row.owners[index_of[rank]] = (begin, end)
     for row in tracked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,13 @@ import torch
 from shardow import _core
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
+from shardow.distributed import gather
+from shardow.distributed.rank_group import Comparison, RankGroup
 from shardow.model.dtensor import region_of
 from shardow.model.local import oddity, refuse_expanded
 from shardow.model.match import Fit, compare
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView
-from shardow.ranks import gather
-from shardow.ranks.team import Team, Words
 
 HINT = "strict=False takes what there is"
 
@@ -119,11 +119,11 @@ def options_in(engine_state: str) -> str:
     return ", ".join(f"{name}={state[name]}" for name in ("rule", *unusual) if state[name] != unusual.get(name))
 
 
-def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
+def distance(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> float:
     """|average - weights| / |weights|; every element counted on one rank, by its owner."""
     apart, length = 0.0, 0.0
     for one in tracked:
-        if not _owned(one, team):
+        if not _owned(one, ranks):
             continue
         for average, weight in zip(one.averages[k].split(_CHUNK), one.sources().split(_CHUNK), strict=True):
             weight = weight.to(average.device).double()
@@ -135,16 +135,16 @@ def distance(tracked: Sequence[Tracked], k: int, team: Team) -> float:
         apart, length = (math.fsum(squares) for squares in zip(*sums, strict=True))
         return struct.pack("d", math.sqrt(apart / length) if length > 0 else 0.0)
 
-    return float(struct.unpack("d", team.decide("distance()", struct.pack("dd", apart, length), ratio))[0])
+    return float(struct.unpack("d", ranks.decide("distance()", struct.pack("dd", apart, length), ratio))[0])
 
 
-def _owned(one: Tracked, team: Team) -> bool:
+def _owned(one: Tracked, ranks: RankGroup) -> bool:
     """False for what another rank counts: copies on all replicas but the first, and whole tensors that every rank
     holds.
     """
     divided = one.stretched or one.region.size < one.local.region.size or not one.local.replicas
     if divided:
-        return one.local.replicas != () or one.local.sharded or team.rank == 0
+        return one.local.replicas != () or one.local.sharded or ranks.rank == 0
     return all(index == 0 for _, index, _ in one.local.replicas) or one.begin > 0
 
 
@@ -172,30 +172,23 @@ def copy_streamed(gatherer: gather.Gatherer, target: ModelView) -> None:
     target.reshard()
 
 
-class StateRound(Words):
-    """The states of ranks' averages. ``state()``: this rank's own. ``facts``: what must be equal on all ranks too; read
-    after ``state()``."""
+class EqualStates(Comparison):
+    """Raises ValueError on every rank where ranks have made other updates, or differ in options or ``facts``.
+    ``state``: this rank's, and in the end with what each rank counts for itself summed over the ranks."""
 
-    def __init__(self, what: str, team: Team, state: Callable[[], str], facts: Mapping[str, Any]) -> None:
-        self._what, self._team, self._state, self._facts = what, team, state, facts
+    def __init__(self, what: str, ranks: RankGroup, state: str, facts: Mapping[str, Any]) -> None:
+        self._what, self._ranks, self.state = what, ranks, state
+        self._words = _core.StateWords(what, state, [(name, repr(value)) for name, value in facts.items()])
 
     def words(self) -> bytes:
-        self._own = self._state()
-        if self._team.size == 1:
-            return b""
-        facts = [(name, repr(value)) for name, value in self._facts.items()]
-        self._agreement = _core.StateWords(self._what, self._own, facts)
-        return self._agreement.words
+        return self._words.words if self._ranks.size > 1 else b""
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        """Raises ValueError where ranks have made other updates."""
-        return self._agreement.sum_up(by_rank) if self._team.size > 1 else b""
+        return self._words.sum_up(by_rank) if self._ranks.size > 1 else b""
 
-    def state_of_all(self, total: bytes) -> str:
-        """This rank's state with what each rank counts for itself summed over the ranks. Raises ValueError on every
-        rank where ranks differ in options or ``facts``. Collective."""
-        if self._team.size == 1:
-            return self._own
-        return self._team.step(
-            self._what, lambda: self._agreement.state_of_all(self._team.group, total, self._team.timeout)
-        )
+    def take(self, total: bytes) -> None:
+        """Collective: a round where options or facts differ."""
+        if self._ranks.size > 1:
+            self.state = self._ranks.met(
+                self._what, lambda: self._words.state_of_all(self._ranks.group, total, self._ranks.timeout)
+            )

@@ -13,6 +13,7 @@ from shardow.averages import lineage
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.base.checks import instance, one_of, warn
+from shardow.distributed.rank_group import EqualFacts, Step
 from shardow.files.reading import choose
 from shardow.model.extra_state import extra_states
 from shardow.model.local import oddity, refuse_all_odd
@@ -34,7 +35,7 @@ def make(averages: Averages) -> dict[str, Any]:
 def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: OptionsFrom) -> dict[str, list[str]]:
     """See EMA.load_state_dict()."""
 
-    def check() -> tuple[list[_state.Copy], dict[str, list[str]]]:
+    def check() -> Step[tuple[list[_state.Copy], dict[str, list[str]]]]:
         averages.swap.refuse("load_state_dict()")
         text = _state.engine_state(instance("state", state, Mapping))
         keys = saved_keys(averages, _core.decay_keys_in({_core.STATE_KEY: text}), options, "the state")
@@ -44,11 +45,11 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         changed = averages.engine.differences(text) if options == "file" else []
         averages.engine.set_state(text, getattr(_core.OptionsFrom, options))
         renew_keys(averages, "load_state_dict()", changed)
-        return checked
+        facts = {"strict": bool(strict), "options": str(options)}
+        return Step(checked, [EqualFacts("load_state_dict()", facts)])
 
     with averages.or_as_before():
-        averages.team.same("load_state_dict()", lambda: {"strict": bool(strict), "options": str(options)})
-        copies, report = averages.team.agree("load_state_dict()", check)
+        copies, report = averages.ranks.step("load_state_dict()", check)
     for target, value, region in copies:
         _state.copy(target, value, region)
     text = _state.engine_state(state)
@@ -67,7 +68,7 @@ def renew_keys(averages: Averages, what: str, changed: Sequence[tuple[str, str, 
     saved value, value before) of each option that is another one now.
     """
     averages.keys = _core.decay_keys(averages.engine.schedules)
-    if changed and averages.team.rank == 0:
+    if changed and averages.ranks.rank == 0:
         differences = "; ".join(
             f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
             for name, saved, before in changed
@@ -90,7 +91,7 @@ def gather(averages: Averages, decay: Decay | None, complete: bool) -> dict[str,
         return averages.gatherer(what, k, complete=False).whole({})
     view = averages.view
     odd = _without_elements(averages, what)
-    extra = extra_states(view.model) if averages.team.rank == 0 else {}
+    extra = extra_states(view.model) if averages.ranks.rank == 0 else {}
     aliases = {local.name: local.aliases for local in [*view.parameters, *view.buffers]}
     return {**averages.gatherer(what, k, complete=True).whole(aliases), **odd, **copy.deepcopy(extra)}
 
@@ -106,5 +107,5 @@ def _without_elements(averages: Averages, what: str) -> dict[str, torch.Tensor]:
         refuse_all_odd(local for local in odd if local.sharded and not local.replicas)
         return {name: local.tensor.clone() for local in odd for name in (local.name, *local.aliases)}
 
-    odd = averages.team.agree(what, copies)
-    return odd if averages.team.rank == 0 else {}
+    odd = averages.ranks.agree(what, copies)
+    return odd if averages.ranks.rank == 0 else {}

@@ -35,9 +35,9 @@ from shardow.averages.swap_memory import Move, SwapMemory, find_moves, warn_of_c
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, warn
 from shardow.base.signals import uninterrupted
+from shardow.distributed.rank_group import RankGroup
 from shardow.model import swap_guard
 from shardow.model.view import ModelView
-from shardow.ranks.team import Team
 
 # ---- how ranks that leave a swap meet: each tells how it fared. A rank that failed leaves a note, which the others
 # find when they come; it waits for them, until the deadline, where it needs the parts that they own.
@@ -64,37 +64,37 @@ class Status(NamedTuple):
 class Meeting:
     """Where ranks meet at the end of one swap; made by all of them together."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._key = f"swap {team.rounds}"  # equal on all ranks, which have just met
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._key = f"swap {ranks.rounds}"  # equal on all ranks, which have just met
 
     def note(self, failure: str) -> None:
         """Leaves word for ranks that come later; does not wait."""
-        self._team.note(self._key, f"rank {self._team.rank} left swapped() with {failure}")
+        self._ranks.note(self._key, f"rank {self._ranks.rank} left swapped() with {failure}")
 
     def tell(self, status: Status) -> list[Status] | None:
         """Every rank's; None where this rank failed and others are still inside. Raises ConnectionError with the note
         that a rank left, else TimeoutError, where one does not come."""
-        if self._team.size == 1:
+        if self._ranks.size == 1:
             return [status]
         began = time.monotonic()
         if status.failure and not status.shared:
             self.note(status.failure)
             patience = 0.0
-        elif self._team.noted(self._key):
+        elif self._ranks.noted(self._key):
             patience = _GRACE
         else:
             # A store that did not answer has cost some of the time.
-            patience = max(self._team.timeout - (time.monotonic() - began), _GRACE)
+            patience = max(self._ranks.timeout - (time.monotonic() - began), _GRACE)
         try:
             return [
-                Status(*json.loads(text)) for text in self._team.gather(LEAVING, json.dumps(status).encode(), patience)
+                Status(*json.loads(text)) for text in self._ranks.gather(LEAVING, json.dumps(status).encode(), patience)
             ]
         except errors.Error as missing:  # or another rank is in another call
             if status.failure:
                 self.note(status.failure)
                 return None
-            note = self._team.noted(self._key)
+            note = self._ranks.noted(self._key)
             raise errors.make("peer_failed", note) if note else missing from None
 
     def raise_for(self, by_rank: Sequence[Status] | None) -> None:
@@ -102,7 +102,7 @@ class Meeting:
         failed = [
             f"rank {rank} left swapped() with {end.failure}" for rank, end in enumerate(by_rank or ()) if end.failure
         ]
-        if by_rank and failed and not by_rank[self._team.rank].failure:
+        if by_rank and failed and not by_rank[self._ranks.rank].failure:
             raise errors.make("peer_failed", f"{'; '.join(failed)}. The weights are back on this rank")
 
 
@@ -156,22 +156,23 @@ class Swap(SwapMemory):
     has_teacher = False
 
     def __init__(
-        self, engine: _core.Average, streams: Streams, tracked: list[Tracked], view: ModelView, team: Team, splits: bool
-    ) -> None:
+        self, engine: _core.Average, streams: Streams, tracked: list[Tracked], view: ModelView, ranks: RankGroup,
+        splits: bool,
+    ) -> None:  # fmt: skip
         super().__init__(engine, streams, tracked, view)
-        self._team, self._splits = team, splits
+        self._ranks, self._splits = ranks, splits
         self._why: str | None = None  # why the averages are still there though the block is left
         self._meeting: Meeting | None = None
         self._versions: dict[str, int] = {}
 
     def enter(self, together: Together) -> None:
         """Steps 1 to 3. Where it raises the weights are back, or the engine knows how far they are not."""
-        uninterrupted(lambda: self._enter(together), lambda _: self._team.stopped("swapped()"), self.leave)
+        uninterrupted(lambda: self._enter(together), lambda _: self._ranks.stopped("swapped()"), self.leave)
 
     def _enter(self, together: Together) -> None:
         exchange: list[Exchange] = []
         k = together("swapped()", lambda: exchange.extend(self._ready()))
-        self._why, self._meeting = None, Meeting(self._team)
+        self._why, self._meeting = None, Meeting(self._ranks)
         try:
             self._exchange_own(k)
         except BaseException as error:
@@ -179,7 +180,7 @@ class Swap(SwapMemory):
             raise
         try:
             for one in exchange:
-                one.run(self._team.timeout, self._average.share)
+                one.run(self._ranks.timeout, self._average.share)
             self._shown()
             self._versions = self._view.versions()
         except BaseException as error:
@@ -211,7 +212,7 @@ class Swap(SwapMemory):
     def restore(self, strict: bool = True) -> None:
         """Step 6 from wherever it is needed. Collective where replicas own parts of the weights."""
         uninterrupted(
-            lambda: self._restore(strict), lambda _: self._team.stopped("restore()") if self._splits else None
+            lambda: self._restore(strict), lambda _: self._ranks.stopped("restore()") if self._splits else None
         )
 
     def _restore(self, strict: bool) -> None:
@@ -220,7 +221,7 @@ class Swap(SwapMemory):
             return
         try:
             moves, exchange = self._meet_to_restore(strict)
-            shared = self._team.decide("restore()", b"1" if self._average.swap_state.shared else b"", lambda _: b"1")
+            shared = self._ranks.decide("restore()", b"1" if self._average.swap_state.shared else b"", lambda _: b"1")
             self._bring_back(moves, exchange if shared else None, "restore()")
         except (TimeoutError, ConnectionError) as missing:
             if not self.swapped or not isinstance(missing, errors.Error):
@@ -231,7 +232,7 @@ class Swap(SwapMemory):
     def _meet_to_restore(self, strict: bool, again: bool = True) -> tuple[list[Move], Exchange]:
         """Once more after others who were leaving: they learn there that they have to restore too."""
         try:
-            return self._team.agree("restore()", lambda: self._prepare_return(strict))
+            return self._ranks.agree("restore()", lambda: self._prepare_return(strict))
         except ValueError as other:
             if not again or f"calls {LEAVING}" not in str(other):
                 raise
@@ -304,7 +305,7 @@ class Swap(SwapMemory):
         """Step 2; with replicas on all ranks or on none, since they wait for each other next."""
         swap_guard.enter(self)
         if self._splits:
-            self._team.agree("swapped()", lambda: self._swap_in(k))
+            self._ranks.agree("swapped()", lambda: self._swap_in(k))
         else:
             self._swap_in(k)
 
@@ -406,8 +407,8 @@ class Swap(SwapMemory):
         if exchange is None:
             self._take_back()
         else:
-            self._team.agree(what, self._take_back)
-            exchange.run(self._team.timeout)
+            self._ranks.agree(what, self._take_back)
+            exchange.run(self._ranks.timeout)
         for move in moves:
             move.now.copy_(move.weights.reshape(move.now.shape))
         self._shown()

@@ -3,20 +3,24 @@ second set of them."""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from shardow.averages.options import Options
 from shardow.averages.tracked import Arena, Tracked
 from shardow.base.checks import first_of, invalid, one_of, unsupported
+from shardow.distributed.gather import Part
 from shardow.model.match import compare
+from shardow.model.owners import has_fsdp
 from shardow.model.parts import Saveable, held_by
+from shardow.model.slots import slots
 from shardow.model.storage import address_of
 from shardow.model.view import ModelView
-from shardow.ranks.gather import Part
 
 Begin = Literal["student", "teacher"]
 #: Maps a tensor's name in the student to its name in the teacher.
@@ -36,13 +40,13 @@ class Teacher(Arena):
 
     def __init__(self, teacher: Saveable, names: Names | None, begin: Begin) -> None:
         """``begin``: whose values the averages have first."""
-        self._module, self._begin = teacher, begin
+        self.module, self._begin = teacher, begin
         self._name = names if callable(names) else lambda name: (names or {}).get(name, name)
 
     def find(self, student: ModelView) -> torch.dtype:
         """Returns the dtype of the averages. Raises where the teacher can't hold any."""
         one_of("begin", self._begin, get_args(Begin))
-        self._student, self._held = student, held_by(self._module, student.process_group, saving=False)
+        self._student, self._held = student, held_by(self.module, student.process_group, saving=False)
         self._parts = {alias: part for part in self._held.parts for alias in self._held.names[part.name]}
         if self._held.copied:
             raise unsupported(f"{_CALL}: some of the teacher is not contiguous; p.data = p.data.contiguous() first")
@@ -129,3 +133,19 @@ class Teacher(Arena):
         if self._copies_buffers:
             self._copy((buffer.name, buffer.flat()) for buffer in self._student.buffers)
         self._held.put_back()
+
+
+def copy_over(model: nn.Module, tracked: Sequence[Tracked]) -> nn.Module:
+    """Returns a copy of the model whose averaged tensors are the averages; nothing is copied for them."""
+    rows = {name: row for row in tracked for name in (row.name, *row.local.aliases)}
+    averaged = [slot for slot in slots(model) if slot.name in rows]
+    if has_fsdp(model) or any(hasattr(slot.recorded, "_local_tensor") for slot in averaged):
+        raise unsupported("module(): the model is sharded; make the teacher like it, and EMA(model, averages=teacher)")
+    if divided := [row.name for row in tracked if not row.is_whole]:
+        raise invalid(f"module(): {first_of(divided)} is divided among replicas; EMA(model, replicas='copy')")
+    averages: dict[int, torch.Tensor] = {}
+    for slot in averaged:
+        average = rows[slot.name].averages[0].view(slot.recorded.shape)
+        is_parameter = slot.kind == "parameter"
+        averages[id(slot.recorded)] = nn.Parameter(average, requires_grad=False) if is_parameter else average
+    return copy.deepcopy(model, averages).requires_grad_(False)

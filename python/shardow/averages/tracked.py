@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardow import _core
 from shardow.averages.options import DTYPES, Options
 from shardow.base.checks import first_of, instance, invalid, unsupported, warn
+from shardow.distributed.gather import place, take
+from shardow.distributed.transfers import empty
 from shardow.model import storage
 from shardow.model.equal import Common, common_of
 from shardow.model.local import refuse_unaverageable
-from shardow.ranks.gather import place, take
-from shardow.ranks.transfers import empty
 
 if TYPE_CHECKING:
     from shardow.model.local import LocalTensor

@@ -18,10 +18,10 @@ from shardow.base.progress import Progress
 from shardow.checkpoints import manifest, restoring
 from shardow.checkpoints.retention import clear, retire
 from shardow.checkpoints.saving import WHAT, Given, files_to_save, half_restored
+from shardow.distributed.rank_group import RankGroup, Step
 from shardow.ema import EMA
 from shardow.files import engine, paths
 from shardow.files.background import SaveHandle, settle
-from shardow.ranks.team import Team
 
 #: What has a state: an optimizer, a scheduler, a GradScaler; or several by their names.
 Stateful = Any
@@ -57,9 +57,9 @@ class Checkpoints:
         self.keep_every = None if keep_every is None else whole("keep_every", keep_every, 1)
         self._group, self._timeout = group, seconds(timeout)
 
-    def _team(self) -> Team:
+    def _ranks(self) -> RankGroup:
         world = dist.group.WORLD if dist.is_initialized() else None
-        return Team(world if self._group is None else self._group, self._timeout)
+        return RankGroup(world if self._group is None else self._group, self._timeout)
 
     def save(
         self, step: int, model: nn.Module | None = None, averages: EMA | None = None,
@@ -88,8 +88,8 @@ class Checkpoints:
                 averages now, or that a restore() has filled in part;
             OSError: the disk; TimeoutError: a rank is missing. The steps that were there are there then.
         """
-        team, step = self._team(), whole("step", step)
-        settle(team.process_group)
+        ranks, step = self._ranks(), whole("step", step)
+        settle(ranks.process_group)
 
         def given() -> Given:
             given = Given.of(WHAT, model, averages, optimizer, scheduler)
@@ -99,12 +99,13 @@ class Checkpoints:
                 raise invalid(f"{WHAT}: nothing to save; give model=, averages=, optimizer=, scheduler= or state=")
             return given
 
-        files, texts = files_to_save(step, given, {} if state is None else state, team)
+        files, texts = files_to_save(step, given, {} if state is None else state, ranks)
         path = self.directory / manifest.directory_of(step)
         write = engine.write_in_background if asynchronous else engine.write
         options = {"texts": texts, "commit": manifest.NAME}
         retire = functools.partial(self._retire, step)
-        return write(lambda: (files, options), path, team, committed=retire, progress=progress, what=WHAT)
+        found = Step(engine.ToSave(files, options))
+        return write(lambda: found, path, ranks, committed=retire, progress=progress, what=WHAT)
 
     def _retire(self, step: int) -> None:
         clear(self.directory)
@@ -117,14 +118,14 @@ class Checkpoints:
 
         Collective.
         """
-        team = self._team()
-        settle(team.process_group)
+        ranks = self._ranks()
+        settle(ranks.process_group)
 
         def newest() -> bytes:
             found = restoring.newest(self.directory)
             return b"%d" % found.step if found is not None else b""
 
-        step = team.on_first("Checkpoints.latest()", newest)
+        step = ranks.on_first("Checkpoints.latest()", newest)
         return int(step) if step else None
 
     def restore(
@@ -157,7 +158,7 @@ class Checkpoints:
                 OSError,
             TimeoutError.
         """
-        team, step = self._team(), None if step is None else whole("step", step)
+        ranks, step = self._ranks(), None if step is None else whole("step", step)
         asked = {"model": model, "averages": averages, "optimizer": optimizer, "scheduler": scheduler}
         skipped = {name for name, one in asked.items() if isinstance(one, str)}
 
@@ -174,7 +175,7 @@ class Checkpoints:
             facts = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {})}
             return Given.of(restoring.WHAT, **named), skipped, {**facts, "random": random, "options": options}
 
-        state: dict[str, Any] = restoring.Restoring(self.directory, step, ask, team).take()
+        state: dict[str, Any] = restoring.Restoring(self.directory, step, ask, ranks).take()
         return state
 
     def __repr__(self) -> str:

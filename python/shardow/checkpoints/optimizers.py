@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from shardow import _core
 from shardow.base import plain
 from shardow.base.checks import invalid, unsupported
+from shardow.distributed.gather import Part
 from shardow.model.dtensor import region_of
 from shardow.model.equal import Common, common_of
 from shardow.model.fsdp1 import FlatTensor
 from shardow.model.local import LocalTensor
 from shardow.model.parts import flat_of
 from shardow.model.view import ModelView
-from shardow.ranks.gather import Part
 
 Tree = dict[str, Any]
 

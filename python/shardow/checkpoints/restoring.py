@@ -21,14 +21,14 @@ from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.manifest import Manifest
 from shardow.checkpoints.resumed import Resumed, Wanted
 from shardow.checkpoints.saving import Given, half_restored, prefix
+from shardow.distributed.gather import Part
+from shardow.distributed.rank_group import EqualFacts, RankGroup
+from shardow.distributed.transfers import empty
 from shardow.files import engine
 from shardow.model.extra_state import FromFile
 from shardow.model.match import matched
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
-from shardow.ranks.gather import Part
-from shardow.ranks.team import SameFacts, Team
-from shardow.ranks.transfers import empty
 
 WHAT = "Checkpoints.restore()"
 #: What may become of a part that is given and is not in the step.
@@ -73,15 +73,15 @@ class Restoring(engine.Load):
     given, the parts that are skipped, and what must be equal on all ranks; it may raise."""
 
     def __init__(
-        self, root: Path, step: int | None, ask: Callable[[], tuple[Given, set[str], dict[str, Any]]], team: Team
+        self, root: Path, step: int | None, ask: Callable[[], tuple[Given, set[str], dict[str, Any]]], ranks: RankGroup
     ) -> None:
-        self._root, self._step, self._ask, self._team = root, step, ask, team
+        self._root, self._step, self._ask, self._ranks = root, step, ask, ranks
         self._missing: Exception | None = None
         self._has_begun = False
 
-    def look(self) -> SameFacts:
+    def look(self) -> EqualFacts:
         self._given, self._skipped, self._facts = self._ask()
-        return SameFacts(WHAT, {"directory": str(self._root), **self._facts})
+        return EqualFacts(WHAT, {"directory": str(self._root), **self._facts})
 
     def find(self) -> tuple[str, list[str], bytes]:
         root, step = self._root, self._step
@@ -110,7 +110,7 @@ class Restoring(engine.Load):
         if self._taking is not None:
             assert self._given.averages is not None
             self._kept.enter_context(self._given.averages._averages.or_as_before())
-            self._taking.loading.begin(self._given.averages._averages.team.rank)
+            self._taking.loading.begin(self._given.averages._averages.ranks.rank)
 
     def end(self) -> None:
         for one in self._optimizers:
@@ -120,7 +120,7 @@ class Restoring(engine.Load):
     def take(self) -> Any:
         """Returns ``state`` as it was saved. Collective."""
         self._read()
-        self._team.agree(WHAT, self._put)
+        self._ranks.agree(WHAT, self._put)
         averages = self._given.averages
         if averages is not None and self._taking is None:
             averages.reset()
@@ -132,7 +132,7 @@ class Restoring(engine.Load):
     def _read(self, tries: int = _TRIES) -> None:
         try:
             with contextlib.ExitStack() as self._kept:
-                self.run(self._root, self._team, WHAT)
+                self.run(self._root, self._ranks, WHAT)
                 if self._taking is not None:
                     self._taking.finish("load()")
         except (errors.CorruptError, errors.NotFoundError):  # the same on all ranks: saved again meanwhile, or removed
@@ -146,10 +146,10 @@ class Restoring(engine.Load):
     def _give_random(self) -> None:
         if self._random is not None:
             generators.give(bytes(self._random.tolist()))
-        elif self._team.rank == 0:
+        elif self._ranks.rank == 0:
             warn(
                 f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "
-                f"{self._team.size}: they stay as they are; random=False says so"
+                f"{self._ranks.size}: they stay as they are; random=False says so"
             )
 
     def _look(self, parts: set[str], where: str) -> None:
@@ -182,7 +182,7 @@ class Restoring(engine.Load):
     def _look_at_optimizers(self, where: str) -> None:
         _same_names("optimizer", self._given.optimizer, self._one.optimizer, where)
         assert self._given.model is not None
-        held = self._held or held_by(self._given.model, self._team.process_group, saving=False)
+        held = self._held or held_by(self._given.model, self._ranks.process_group, saving=False)
         assert held.view is not None
         file = self._files[manifest.OPTIMIZER]
         for name, one in self._given.optimizer.items():
@@ -204,7 +204,7 @@ class Restoring(engine.Load):
     def _look_at_model(self, where: str) -> None:
         assert self._given.model is not None
         file = self._files[manifest.MODEL]
-        held = self._held = held_by(self._given.model, self._team.process_group, saving=False)
+        held = self._held = held_by(self._given.model, self._ranks.process_group, saving=False)
         refuse_foreign(WHAT, held.memory)
         assert held.view is not None
         self._given.refuse_strangers(WHAT, held.view)
@@ -217,11 +217,11 @@ class Restoring(engine.Load):
 
     def _row(self) -> torch.Tensor | None:
         """Of the random generators of this rank; None where other ranks saved them."""
-        if self._one.world_size != self._team.size:
+        if self._one.world_size != self._ranks.size:
             return None
         (ranks, length), _ = self._small.form("random")
         row = empty([length], torch.uint8)
-        region = _core.Region.grid([ranks, length], [[(self._team.rank, self._team.rank + 1)], [(0, length)]])
+        region = _core.Region.grid([ranks, length], [[(self._ranks.rank, self._ranks.rank + 1)], [(0, length)]])
         self._small.read("random", row, region)
         return row
 

@@ -17,14 +17,14 @@ from shardow import _core
 from shardow.base import plain
 from shardow.base.checks import invalid
 from shardow.checkpoints.optimizers import Tree, parameters, stretch
+from shardow.distributed.gather import Part
+from shardow.distributed.transfers import empty
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import dtype_of
 from shardow.model.fsdp1 import FlatTensor
 from shardow.model.local import LocalTensor
 from shardow.model.parts import flat_of
 from shardow.model.view import ModelView
-from shardow.ranks.gather import Part
-from shardow.ranks.transfers import empty
 
 
 class Wanted:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import struct
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +23,22 @@ from torch import nn
 from shardow import _core
 from shardow.averages.core import Averages
 from shardow.averages.persistence import common_beside, to_save_beside
+from shardow.averages.state import EqualStates
 from shardow.base import plain
 from shardow.base.checks import instance, invalid
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
+from shardow.distributed.gather import Part
+from shardow.distributed.rank_group import Comparison, EqualFacts, RankGroup, Step
 from shardow.ema import EMA
 from shardow.files.engine import FileParts, with_extra
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, check_equal, common_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import ModelView
-from shardow.ranks.gather import Part
-from shardow.ranks.team import Team, Words
 
 WHAT = "Checkpoints.save()"
 _RANDOM = "random"
-_WORDS, _SUM = struct.Struct("<32s32sq"), struct.Struct("<??q")  # of a rank; of all
 #: Models and averages that a restore() began to fill and did not end: a mixture of two steps, until another one ends.
 half_restored: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -116,57 +115,49 @@ class _Mine:
 
 @torch.no_grad()
 def files_to_save(
-    step: int, asked: Callable[[], Given], state: Mapping[str, Any], team: Team
+    step: int, asked: Callable[[], Given], state: Mapping[str, Any], ranks: RankGroup
 ) -> tuple[list[FileParts], dict[str, str]]:
     """(files, texts) of a step. ``asked()``: what the call was given; may raise. Collective."""
-    mine: list[tuple[Given, _Mine]] = []
 
-    words = _Words(step, mine, team)
+    def look() -> Step[tuple[Given, _Mine, _Longest, _Trees, list[EqualStates]]]:  # (1)
+        given = asked()
+        mine = _look(given, state, ranks)
+        averages = _of_the_same_ranks(given, ranks)
+        keys = [] if given.averages is None else list(given.averages._averages.keys)
+        copies = EqualCopies(WHAT, _common(mine, averages), ranks)
+        facts = EqualFacts(WHAT, _facts(step, mine, keys), ranks)
+        longest, trees = _Longest(mine.random), _Trees(mine.trees, ranks)
+        states = [] if averages is None else [averages.states(WHAT, {})]
+        return Step((given, mine, longest, trees, states), [copies, facts, longest, trees, *states])
 
-    def look() -> list[Common | None]:  # (1)
-        mine[:] = [(given := asked(), found := _look(given, state, team))]
-        held = found.held.view.parameters if found.held is not None and found.held.view is not None else []
-        weights = [one for one in map(common_of, held) if one is not None]
-        once = {one.tensor.data_ptr() for one in weights}  # replicas' averages follow them, and are compared by them
-        averages = words.compared
-        common = [] if averages is None else common_beside(averages, WHAT)
-        more = [one for one in common if one is not None and one.tensor.data_ptr() not in once]
-        return [*weights, *found.optimizer.common, *found.values.common, *more]
-
-    length, trees, averages_state = words.agreed(*check_equal(WHAT, look, team, DIFFERENT_WEIGHTS, words))
-    given, found = mine[0]
+    given, found, longest, joined, states = ranks.step(WHAT, look)
+    length, trees = longest.length, joined.trees
     save = secrets.token_hex(8)
     metadata = {manifest.SAVE: save, manifest.STEP: str(step)}
     averages = {}  # (2)
     if given.averages is not None:
-        averages = to_save_beside(given.averages._averages, WHAT, metadata, team, averages_state)
+        state_of_all = states[0].state if states else None
+        averages = to_save_beside(given.averages._averages, WHAT, metadata, ranks, state_of_all)
     row = torch.frombuffer(bytearray(found.random.ljust(length)), dtype=torch.uint8)
-    region = _core.Region.grid([team.size, length], [[(team.rank, team.rank + 1)], [(0, length)]])
+    region = _core.Region.grid([ranks.size, length], [[(ranks.rank, ranks.rank + 1)], [(0, length)]])
     files = []
     if found.held is not None:
-        extra = found.held.extra if team.rank == 0 else {}
+        extra = found.held.extra if ranks.rank == 0 else {}
         files.append(with_extra(manifest.MODEL, found.held.parts, extra, metadata))
     files += averages.values()
     if given.optimizer:
         files.append(FileParts(manifest.OPTIMIZER, found.optimizer.parts, metadata))
     files.append(FileParts(manifest.STATE, [*found.values.parts, Part(_RANDOM, row, region)], metadata))
-    one = manifest.Manifest(
-        step,
-        save,
-        team.size,
-        [file.name for file in files],
-        manifest.MODEL if given.model is not None else None,
-        {key: file.name for key, file in averages.items()},
-        trees,
-        found.scheduler,
-        found.state,
-        given.kinds(),
+    model = manifest.MODEL if given.model is not None else None
+    names, keys = [file.name for file in files], {key: file.name for key, file in averages.items()}
+    written = manifest.Manifest(
+        step, save, ranks.size, names, model, keys, trees, found.scheduler, found.state, given.kinds()
     )
-    return files, {manifest.NAME: one.text()} if team.rank == 0 else {}
+    return files, {manifest.NAME: written.text()} if ranks.rank == 0 else {}
 
 
-def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
-    held = None if given.model is None else held_by(given.model, team.process_group, saving=True)
+def _look(given: Given, state: Mapping[str, Any], ranks: RankGroup) -> _Mine:
+    held = None if given.model is None else held_by(given.model, ranks.process_group, saving=True)
     optimizer, values = Tensors(), Tensors()
     trees = {}
     if held is not None:
@@ -186,47 +177,55 @@ def _look(given: Given, state: Mapping[str, Any], team: Team) -> _Mine:
     )
 
 
-class _Words(Words):
-    """Facts that ranks compare beside values, optimizers' trees, the length of random states, the averages' state.
-    ``mine``: what this rank was given and holds, once it has looked."""
+def _of_the_same_ranks(given: Given, ranks: RankGroup) -> Averages | None:
+    averages = None if given.averages is None else given.averages._averages
+    return averages if averages is not None and averages.ranks.group is ranks.group else None
 
-    def __init__(self, step: int, mine: Sequence[tuple[Given, _Mine]], team: Team) -> None:
-        self._step, self._mine, self._team = step, mine, team
 
-    @property
-    def compared(self) -> Averages | None:
-        """Averages that the same ranks have."""
-        ema = self._mine[0][0].averages
-        return ema._averages if ema is not None and ema._averages.team.group is self._team.group else None
+def _common(mine: _Mine, averages: Averages | None) -> list[Common | None]:
+    held = mine.held.view.parameters if mine.held is not None and mine.held.view is not None else []
+    weights = [weight for weight in map(common_of, held) if weight is not None]
+    once = {weight.tensor.data_ptr() for weight in weights}  # replicas' averages follow them, and are compared by them
+    common = [] if averages is None else common_beside(averages, WHAT)
+    more = [copy for copy in common if copy is not None and copy.tensor.data_ptr() not in once]
+    return [*weights, *mine.optimizer.common, *mine.values.common, *more]
+
+
+class _Longest(Comparison):
+    """Finds the length of the longest random state."""
+
+    def __init__(self, random: bytes) -> None:
+        self.length = len(random)
 
     def words(self) -> bytes:
-        (given, found), averages = self._mine[0], self.compared
-        self._facts = _facts(self._step, found, [] if given.averages is None else list(given.averages._averages.keys))
-        self._states = None if averages is None else averages.state_round(WHAT, {})
-        own = _WORDS.pack(_digest(self._facts), _digest(found.trees), len(found.random))
-        return own + (self._states.words() if self._states else b"")
+        return b"%d" % self.length
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        facts, trees, lengths = map(set, zip(*(_WORDS.unpack_from(text) for text in by_rank), strict=True))
-        states = b""
-        if self._states and len(facts) == 1:
-            states = self._states.sum_up([text[_WORDS.size :] for text in by_rank])
-        return _SUM.pack(len(facts) > 1, len(trees) > 1, max(lengths)) + states
+        return max(by_rank, key=int)
 
-    def agreed(self, total: bytes) -> tuple[int, Tree, str | None]:
-        """(3): (length of random states, the trees of optimizers on rank 0, the state of the averages that the same
-        ranks have). Collective."""
-        team, trees = self._team, self._mine[0][1].trees
-        facts_differ, trees_differ, length = _SUM.unpack_from(total)
-        if facts_differ:
-            team.same(WHAT, lambda: self._facts)
-        if trees_differ:
+    def take(self, total: bytes) -> None:
+        self.length = int(total)
 
-            def joined(by_rank: list[bytes]) -> list[bytes]:
-                return [json.dumps(_join(map(json.loads, by_rank))).encode(), *[b""] * (team.size - 1)]
 
-            trees = json.loads(team.decide_each(WHAT, json.dumps(trees).encode(), joined) or b"{}")
-        return length, trees, None if self._states is None else self._states.state_of_all(total[_SUM.size :])
+class _Trees(Comparison):
+    """(3): joins the trees of optimizers on rank 0, where they differ."""
+
+    def __init__(self, trees: Tree, ranks: RankGroup) -> None:
+        self.trees, self._ranks = trees, ranks
+
+    def words(self) -> bytes:
+        return _digest(self.trees)
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return b"!" if len(set(by_rank)) > 1 else b""
+
+    def take(self, total: bytes) -> None:
+        if total:
+            own = json.dumps(self.trees).encode()
+            self.trees = json.loads(self._ranks.decide_each(WHAT, own, self._joined) or b"{}")
+
+    def _joined(self, by_rank: list[bytes]) -> list[bytes]:
+        return [json.dumps(_join(map(json.loads, by_rank))).encode(), *[b""] * (self._ranks.size - 1)]
 
 
 def _facts(step: int, mine: _Mine, averages: list[str]) -> dict[str, Any]:

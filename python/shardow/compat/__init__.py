@@ -3,7 +3,7 @@
 One module or package for each origin, named after it; what improves and what differs is in docs/migration.md. `ways` is
 how they keep averages, `files` what they write: origins -> ways -> files.
 
-May import: averages, start, files, model, ranks, base, errors, ema, schedules.
+May import: averages, start, files, model, distributed, base, errors, ema, schedules.
 """
 
 from shardow.base.checks import with_torch

@@ -19,7 +19,7 @@ from shardow.base.checks import invalid, unsupported
 from shardow.compat.ways.averaged import Averaged, follow, load
 from shardow.compat.ways.follower import Fate, Follower, Kind
 from shardow.compat.ways.follower import Rule as Chosen
-from shardow.compat.ways.stand_in import NARROW, team_of, whole_averages
+from shardow.compat.ways.stand_in import NARROW, ranks_of, whole_averages
 from shardow.compat.ways.twin import Twin
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
@@ -201,7 +201,7 @@ def load_ema_state_dict(module: nn.Module, checkpoint: str | Path | Mapping[str,
         KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; no name fits.
             Nothing has changed.
     """
-    found = team_of(module).agree("load_ema_state_dict()", lambda: _averages_in(checkpoint))
+    found = ranks_of(module).agree("load_ema_state_dict()", lambda: _averages_in(checkpoint))
     load(module, found, strict, "load_ema_state_dict()")
 
 

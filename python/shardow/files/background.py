@@ -18,8 +18,8 @@ import torch.distributed as dist
 from shardow import _core, errors
 from shardow.base.checks import number
 from shardow.base.signals import Held
-from shardow.ranks.team import naming
-from shardow.ranks.transfers import empty
+from shardow.distributed.rank_group import naming
+from shardow.distributed.transfers import empty
 
 CHANNEL = 1  # of the process group's store: the training thread has its own
 _untold: list[SaveHandle] = []  # failed, and nobody knows

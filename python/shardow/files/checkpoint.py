@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,15 +15,14 @@ from torch import nn
 
 from shardow.base.checks import seconds
 from shardow.base.progress import Progress
+from shardow.distributed.gather import Gatherer
+from shardow.distributed.rank_group import RankGroup, Step
 from shardow.files import engine
 from shardow.files.background import SaveHandle
-from shardow.files.engine import FileParts
 from shardow.files.paths import StrPath
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
+from shardow.model.equal import EqualCopies, common_of
 from shardow.model.parts import Held, Saveable, group_of, held_by, values_for_file
 from shardow.model.swap_guard import refuse_foreign
-from shardow.ranks.gather import Gatherer
-from shardow.ranks.team import Team
 
 _INSTEAD = (
     "for the weights; the averages are written by export() or save() of the EMA, and whole in its full_state_dict()"
@@ -62,7 +61,7 @@ def save(
     """
     looking = Looking("save()", state, group, timeout)
     find = functools.partial(_to_save, looking, dtype, max_shard_size, metadata)
-    return engine.write(find, path, looking.team, looking, progress=progress)
+    return engine.write(find, path, looking.ranks, progress=progress)
 
 
 @torch.no_grad()
@@ -89,7 +88,7 @@ def async_save(
     """
     looking = Looking("async_save()", state, group, timeout)
     find = functools.partial(_to_save, looking, dtype, max_shard_size, metadata)
-    return engine.write_in_background(find, path, looking.team, looking, progress=progress)
+    return engine.write_in_background(find, path, looking.ranks, progress=progress)
 
 
 @torch.no_grad()
@@ -113,46 +112,40 @@ def full_state_dict(
             NotImplementedError: a tensor without elements in memory (sparse, quantised); TimeoutError.
     """
     looking = Looking("full_state_dict()", model, group, timeout)
-    team = looking.team
-
-    def words() -> bytes:
-        looking.look()
-        return looking.words()
-
-    looking.taken(team.agree_on("full_state_dict()", words, looking.sum_up))
-    held = looking.held
-    found = Gatherer("full_state_dict()", held.parts, team).whole(held.names)
-    return {**found, **copy.deepcopy(held.extra)} if team.rank == 0 else found
+    ranks = looking.ranks
+    held = ranks.step("full_state_dict()", lambda: Step(looking.look(), [looking.copies()]))
+    found = Gatherer("full_state_dict()", held.parts, ranks).whole(held.names)
+    return {**found, **copy.deepcopy(held.extra)} if ranks.rank == 0 else found
 
 
-class Looking(EqualCopies):
-    """Looks at what this rank holds of ``state``, whose copies ranks compare once each has looked, but for a load(),
-    which fills them."""
+class Looking:
+    """Looks at what this rank holds of ``state``."""
 
     def __init__(
         self, what: str, state: Saveable, group: dist.ProcessGroup | None, timeout: float | timedelta | None
     ) -> None:
-        self.team = Team(group_of(state, group), seconds(timeout))
-        self._state, self._group = state, group if isinstance(state, nn.Module) else self.team.process_group
-        super().__init__(what, tuple, self.team, DIFFERENT_WEIGHTS)
+        self.ranks = RankGroup(group_of(state, group), seconds(timeout))
+        self._what, self._state = what, state
+        self._group = group if isinstance(state, nn.Module) else self.ranks.process_group
 
     def look(self) -> Held:
         """May raise."""
-        what, self._writes = self._what, self._what == "load()"
+        what, writes = self._what, self._what == "load()"
         self.held = held_by(self._state, self._group, saving=what.endswith("save()"))
-        refuse_foreign(what, self.held.memory, instead="" if self._writes else _INSTEAD, writes=self._writes)
+        refuse_foreign(what, self.held.memory, instead="" if writes else _INSTEAD, writes=writes)
         return self.held
 
-    def find(self) -> Iterable[Common | None]:
-        view = None if self._writes else self.held.view
-        return () if view is None else map(common_of, view.parameters)
+    def copies(self) -> EqualCopies:
+        """Returns the comparison of what ranks hold alike, once this one has looked."""
+        view = self.held.view
+        return EqualCopies(self._what, () if view is None else map(common_of, view.parameters), self.ranks)
 
 
 def _to_save(
     looking: Looking, dtype: torch.dtype | str | None, max_shard_size: int | str | None,
     metadata: Mapping[str, str] | None,
-) -> tuple[list[FileParts], dict[str, Any]]:  # fmt: skip
+) -> engine.SaveStep:  # fmt: skip
     held = looking.look()
     texts = {**values_for_file(held.values), **engine.texts(metadata)}
-    file = engine.with_extra("", held.parts, held.extra if looking.team.rank == 0 else {}, texts)
-    return [file], engine.dtype_and_limit(dtype, max_shard_size)
+    file = engine.with_extra("", held.parts, held.extra if looking.ranks.rank == 0 else {}, texts)
+    return Step(engine.ToSave([file], engine.dtype_and_limit(dtype, max_shard_size)), [looking.copies()])

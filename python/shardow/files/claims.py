@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, warn
-from shardow.ranks.gather import Part
-from shardow.ranks.store_group import ANSWER, store_group
-from shardow.ranks.team import Team, Words
+from shardow.distributed.gather import Part
+from shardow.distributed.rank_group import Comparison, RankGroup
+from shardow.distributed.store_group import ANSWER, store_group
 
 KEY = "shardow.part"
 _CHANNEL = 2  # of the job's store
@@ -28,20 +28,22 @@ _jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictio
 _saved: set[tuple[str, str, str]] = set()  # path, claimant (job and ranks) and digest of this process's saves
 
 
-class Claim(Words):
-    """A save by some ranks of a job to a path. ``names``: of its files, empty where the engine names them."""
+class Claim(Comparison):
+    """A save by some ranks of a job to a path. ``names``: of its files, empty where the engine names them. Raises
+    ValueError on all ranks where other ranks of the job have saved other tensors there."""
 
-    def __init__(self, path: str, names: Sequence[str], parts: Iterable[Part], team: Team) -> None:
-        self._path, self._names, self._team = path, names, team
+    def __init__(self, path: str, names: Sequence[str], parts: Iterable[Part], ranks: RankGroup) -> None:
+        self._path, self._names, self._ranks = path, names, ranks
         self._tensors = sorted({(part.name, tuple(part.region.shape)) for part in parts})
-        group = team.process_group
-        self._ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+        group = ranks.process_group
+        self._members = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         self._place = os.path.realpath(path)
         self._digest, self._job = "", ""
+        self.metadata: dict[str, str] = {}  # of the save
 
     @staticmethod
-    def is_needed(team: Team) -> bool:
-        return dist.is_initialized() and team.size < dist.get_world_size()
+    def is_needed(ranks: RankGroup) -> bool:
+        return dist.is_initialized() and ranks.size < dist.get_world_size()
 
     def words(self) -> bytes:
         return hashlib.sha256(json.dumps(self._tensors).encode()).digest()
@@ -49,16 +51,15 @@ class Claim(Words):
     def sum_up(self, by_rank: list[bytes]) -> bytes:
         return hashlib.sha256(b"".join(sorted(set(by_rank)))).hexdigest().encode()
 
-    def made(self, digest: bytes) -> dict[str, str]:
-        """Returns metadata of the save, by what all ranks' words come to. Raises ValueError on all ranks where other
-        ranks of the job have saved other tensors there. Collective, one round."""
+    def take(self, digest: bytes) -> None:
+        """Collective, one round."""
         self._digest = digest.decode()
-        first = self._team.on_first("save()", lambda: json.dumps([self._refusal(), self._job]).encode())
+        first = self._ranks.on_first("save()", lambda: json.dumps([self._refusal(), self._job]).encode())
         refusal, self._job = json.loads(first)
         if refusal:
             raise invalid(refusal)
-        claim = {"job": self._job, "ranks": self._ranks, "digest": self._digest}
-        return {KEY: json.dumps(claim)} if self._job else {}
+        if self._job:
+            self.metadata = {KEY: json.dumps({"job": self._job, "ranks": self._members, "digest": self._digest})}
 
     def check(self) -> None:
         """Raises where other ranks have claimed the path meanwhile. Of rank 0."""
@@ -66,25 +67,25 @@ class Claim(Words):
             raise invalid(refusal)
 
     def _refusal(self) -> str:
-        self._job = self._job or _job(self._path, min(ANSWER, self._team.timeout / 2)) or ""
+        self._job = self._job or _job(self._path, min(ANSWER, self._ranks.timeout / 2)) or ""
         for name in self._names if self._job else ():
             path = os.path.join(self._path, name) if name else self._path
             try:
                 opened = _core.Checkpoint.open(path)
                 claim = json.loads(opened.metadata[KEY])
                 is_other = claim["job"] != self._job
-                may = is_other or claim["digest"] == self._digest or set(claim["ranks"]) <= set(self._ranks)
+                may = is_other or claim["digest"] == self._digest or set(claim["ranks"]) <= set(self._members)
             except (errors.Error, LookupError, TypeError, ValueError):  # nothing, or no such save's
                 continue
-            if not may and (self._place, f"{self._job} {self._ranks}", claim["digest"]) not in _saved:
+            if not may and (self._place, f"{self._job} {self._members}", claim["digest"]) not in _saved:
                 return (
                     f"{self._path}: two saves of one job would replace each other, and nothing was written. Saved "
                     f"before: {_words(opened.tensors, claim['ranks'])}. This save: "
-                    f"{_words(dict(self._tensors), self._ranks)}. Give each part of a model a path of its own (a "
+                    f"{_words(dict(self._tensors), self._members)}. Give each part of a model a path of its own (a "
                     "pipeline stage: its number in the name), or save all parts as one: shardow.save(part, path, "
                     "group=) with a group of all their ranks"
                 )
-        _saved.add((self._place, f"{self._job} {self._ranks}", self._digest))
+        _saved.add((self._place, f"{self._job} {self._members}", self._digest))
         return ""
 
 

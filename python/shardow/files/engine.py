@@ -15,6 +15,10 @@ import torch
 from shardow import _core, errors
 from shardow.base.checks import instance, invalid, unsupported, utf8, whole
 from shardow.base.progress import Progress, shown
+from shardow.distributed.abandonable_thread import keep_one
+from shardow.distributed.gather import Part
+from shardow.distributed.rank_group import Joint, Looked, RankGroup, Step, naming
+from shardow.distributed.store_group import store_group
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
 from shardow.files.claims import Claim
@@ -22,10 +26,6 @@ from shardow.files.paths import StrPath
 from shardow.model import dtypes
 from shardow.model.extra_state import for_file
 from shardow.model.storage import engine_view
-from shardow.ranks.gather import Part
-from shardow.ranks.store_group import store_group
-from shardow.ranks.team import NOTHING, Joint, Looked, Team, Words, naming
-from shardow.ranks.waiting import keep_one
 
 _UNITS = {"": 1, "B": 1} | {f"{unit}{b}": base**k for base, b in ((10**3, "B"), (2**10, "IB"))
                             for k, unit in enumerate("KMGT", 1)}  # fmt: skip
@@ -73,70 +73,82 @@ def several_said(*checkpoints: StrPath) -> Iterator[None]:
         raise
 
 
+@dataclass
+class ToSave:
+    """Holds this rank's part of each file and the engine's options. ``texts()``: more metadata of each file, once ranks
+    have compared what they hold; none where it returns nothing."""
+
+    files: Sequence[FileParts]
+    options: dict[str, Any]
+    texts: Callable[[], Sequence[Mapping[str, str]]] = tuple
+
+
 Committed = Callable[[], None]
-#: Returns what this rank holds of each file, and the engine's options.
-Find = Callable[[], tuple[Sequence[FileParts], dict[str, Any]]]
+SaveStep = Step[ToSave]
+Find = Callable[[], SaveStep]
 
 
 def write(
-    find: Find, path: StrPath, team: Team, compared: Words = NOTHING, committed: Committed | None = None,
-    progress: Progress | None = None, what: str = "save()",
+    find: Find, path: StrPath, ranks: RankGroup, committed: Committed | None = None, progress: Progress | None = None,
+    what: str = "save()",
 ) -> dict[str, Any]:  # fmt: skip
-    """Saves what ``find()`` returns; it, and what is ``compared`` next, may raise on one rank for all. ``committed()``
-    is called on rank 0 when all is published. Collective."""
-    settle(team.process_group)
+    """Saves what ``find()`` returns, which may raise on one rank for all, as comparisons may. ``committed()`` is called
+    on rank 0 when all is published. Collective."""
+    settle(ranks.process_group)
     with naming(f"save() to {path}"):
-        opening = _Opening(find, path, team, compared, progress)
-        report: dict[str, Any] = opening.save(team.group, what).write()
-    if committed is not None and team.rank == 0:
+        opening = _Opening(find, path, ranks, progress)
+        report: dict[str, Any] = opening.save(ranks.group, what).write()
+    if committed is not None and ranks.rank == 0:
         committed()
     return report
 
 
 def write_in_background(
-    find: Find, path: StrPath, team: Team, compared: Words = NOTHING, committed: Committed | None = None,
-    progress: Progress | None = None, what: str = "async_save()",
+    find: Find, path: StrPath, ranks: RankGroup, committed: Committed | None = None, progress: Progress | None = None,
+    what: str = "async_save()",
 ) -> SaveHandle:  # fmt: skip
     """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
-    settle(team.process_group)
-    group = _core.solo() if team.process_group is None else store_group(team.process_group, CHANNEL)
-    opening = _Opening(find, path, team, compared, progress)
+    settle(ranks.process_group)
+    group = _core.solo() if ranks.process_group is None else store_group(ranks.process_group, CHANNEL)
+    opening = _Opening(find, path, ranks, progress)
     with naming(f"save() to {path}"):
         save = opening.save(group, what)
-    if team.size > 1:
+    if ranks.size > 1:
         keep_one()
-    return start(team.process_group, save, opening.target, committed if team.rank == 0 else None)
+    return start(ranks.process_group, save, opening.target, committed if ranks.rank == 0 else None)
 
 
 class _Opening:
     """The first round of a save: what this rank brings to it."""
 
-    def __init__(self, find: Find, path: StrPath, team: Team, compared: Words, progress: Progress | None) -> None:
-        self._find, self._path, self._team, self._compared, self._progress = find, path, team, compared, progress
+    def __init__(self, find: Find, path: StrPath, ranks: RankGroup, progress: Progress | None) -> None:
+        self._find, self._path, self._ranks, self._progress = find, path, ranks, progress
         self._claim: Claim | None = None
-        self._num_files = 0
         self._memory: list[list[Part]] = []  # that the engine reads: until the save is written or staged
         self.target = ""
 
     def save(self, group: _core.Group, what: str) -> _core.Save:
         """Collective."""
-        return self._team.verb(what, lambda: _core.Save(group, self._request, self._team.timeout, self), group)
+        return self._ranks.verb(what, lambda: _core.Save(group, self._request, self._ranks.timeout, self), group)
 
     def _request(self) -> tuple[_core.SaveRequest, Progress | None]:
-        files, options = self._find()
+        step = self._find()
+        self._to_save, compared = step.value, [*step.compared]
+        files = self._to_save.files
         self.target = paths.to_write(self._path)
         self._memory = [_for_engine(file.parts) for file in files]
         engine_files = [
             _core.SaveFile(file.name, _views(parts), checked_texts(file.metadata))
             for file, parts in zip(files, self._memory, strict=True)
         ]
-        progress = shown(self._progress, f"save {Path(self.target).name}", self._team.rank)
-        if Claim.is_needed(self._team):
+        progress = shown(self._progress, f"save {Path(self.target).name}", self._ranks.rank)
+        if Claim.is_needed(self._ranks):
             parts = (part for file in files for part in file.parts)
-            self._claim = Claim(self.target, [file.name for file in files], parts, self._team)
+            self._claim = Claim(self.target, [file.name for file in files], parts, self._ranks)
             progress = self._checking(self._claim, progress)
-        self._num_files = len(files)
-        return _core.SaveRequest(engine_files, self.target, **options), progress
+            compared.append(self._claim)
+        self._joint = Joint(compared)
+        return _core.SaveRequest(engine_files, self.target, **self._to_save.options), progress
 
     @staticmethod
     def _checking(claim: Claim, progress: Progress | None) -> Progress:
@@ -148,17 +160,15 @@ class _Opening:
         return checked
 
     def words(self) -> bytes:
-        self._joint = Joint(self._compared, *([] if self._claim is None else [self._claim]))
         return self._joint.words()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
         return self._joint.sum_up(by_rank)
 
     def metadata(self, total: bytes) -> list[dict[str, str]]:
-        compared, *claim = self._joint.totals(total)
-        texts = self._compared.taken(compared)
-        claimed = {} if self._claim is None else self._claim.made(*claim)
-        return [{**own, **claimed} for own in texts or [{}] * self._num_files]
+        self._joint.take(total)
+        claimed = {} if self._claim is None else self._claim.metadata
+        return [{**own, **claimed} for own in self._to_save.texts() or [{}] * len(self._memory)]
 
 
 def texts(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -178,12 +188,14 @@ def checked_texts(metadata: Mapping[str, str]) -> dict[str, str]:
     return dict(metadata)
 
 
-def read_merged(parts: Sequence[Part], inputs: list[_core.MergeInput], team: Team, **options: Any) -> dict[str, Any]:
+def read_merged(
+    parts: Sequence[Part], inputs: list[_core.MergeInput], ranks: RankGroup, **options: Any
+) -> dict[str, Any]:
     """The engine's load of what is merged. Collective."""
     reached = _for_engine(parts)
-    options["progress"] = shown(options.get("progress"), "load", team.rank)
+    options["progress"] = shown(options.get("progress"), "load", ranks.rank)
     with naming("load() of what is merged"):
-        report = _core.load_merged(team.group, _views(reached), inputs, timeout=team.timeout, **options)
+        report = _core.load_merged(ranks.group, _views(reached), inputs, timeout=ranks.timeout, **options)
     _bring_back(parts, reached)
     return report
 
@@ -212,14 +224,14 @@ class Load(Looked):
     def end(self) -> None:
         """This rank has read what it wants; others may fail yet."""
 
-    def run(self, where: object, team: Team, what: str = "load()", **options: Any) -> list[dict[str, Any]]:
+    def run(self, where: object, ranks: RankGroup, what: str = "load()", **options: Any) -> list[dict[str, Any]]:
         """Returns the engine's report of each file. ``where`` is for messages. Collective."""
-        settle(team.process_group)
-        options["progress"] = shown(options.get("progress"), "load", team.rank)
+        settle(ranks.process_group)
+        options["progress"] = shown(options.get("progress"), "load", ranks.rank)
         with naming(f"{what} of {where}"):
             steps = _InMemory(self)
-            load = functools.partial(_core.load_files, team.group, steps, timeout=team.timeout, **options)
-            reports: list[dict[str, Any]] = team.verb(what, load)
+            load = functools.partial(_core.load_files, ranks.group, steps, timeout=ranks.timeout, **options)
+            reports: list[dict[str, Any]] = ranks.verb(what, load)
             return reports
 
 
@@ -243,11 +255,11 @@ class _InMemory:
         self._load.end()
 
 
-def write_merged(inputs: list[_core.MergeInput], team: Team, target: str, **options: Any) -> dict[str, Any]:
+def write_merged(inputs: list[_core.MergeInput], ranks: RankGroup, target: str, **options: Any) -> dict[str, Any]:
     """The engine's merge into files. Collective."""
-    options["progress"] = shown(options.get("progress"), f"merge {Path(target).name}", team.rank)
+    options["progress"] = shown(options.get("progress"), f"merge {Path(target).name}", ranks.rank)
     with naming(f"merge() to {target}"):
-        return _core.merge(team.group, inputs, target, timeout=team.timeout, **options)
+        return _core.merge(ranks.group, inputs, target, timeout=ranks.timeout, **options)
 
 
 def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:

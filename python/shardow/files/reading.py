@@ -72,8 +72,8 @@ class Slice:
     def _empty(self, sizes: list[int], ranges: list[range], kept: list[bool]) -> tuple[Any, str, int]:
         """Memory for the result, its dtype in the engine's words, and its address."""
         if self._checkpoint._framework == "torch":
+            from shardow.distributed.transfers import empty
             from shardow.model.dtypes import PACKED, dtype_of
-            from shardow.ranks.transfers import empty
 
             found = dtype_of(self.name, self.dtype)
             if (packed := PACKED.get(self.dtype, 1)) > 1:

@@ -19,7 +19,7 @@ from shardow.base.checks import seconds, unsupported
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from shardow.ranks.team import Team
+    from shardow.distributed.rank_group import RankGroup
 
 _MOST = 4096  # samples; then every two become one
 _SHARE = 0.02  # of the time, for what is costly to ask: PSS needs a walk over all pages
@@ -88,10 +88,10 @@ def timeline(
     Raises:
         NotImplementedError: there is no /proc; TimeoutError: a rank did not come to the end.
     """
-    team = _team(group, timeout)
+    ranks = _ranks(group, timeout)
     if not sys.platform.startswith("linux"):
         raise unsupported(f"memory.timeline() reads /proc, which {sys.platform} does not have")
-    sampler = Sampler(0 if team is None else team.rank, interval)
+    sampler = Sampler(0 if ranks is None else ranks.rank, interval)
     found = Timeline([sampler.samples], sampler)
     sampler.start()
     try:
@@ -99,18 +99,18 @@ def timeline(
     finally:
         sampler.stop()
         found._sampler = None
-    if team is not None:
-        by_rank = team.gather("memory.timeline()", json.dumps(asdict(sampler.samples)).encode())
+    if ranks is not None:
+        by_rank = ranks.gather("memory.timeline()", json.dumps(asdict(sampler.samples)).encode())
         found.ranks = [Samples(**json.loads(one)) for one in by_rank]
 
 
-def _team(group: dist.ProcessGroup | None, timeout: float | timedelta | None) -> Team | None:
+def _ranks(group: dist.ProcessGroup | None, timeout: float | timedelta | None) -> RankGroup | None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    from shardow.ranks.team import Team
+    from shardow.distributed.rank_group import RankGroup
 
-    return Team(torch.distributed.group.WORLD if group is None else group, seconds(timeout))
+    return RankGroup(torch.distributed.group.WORLD if group is None else group, seconds(timeout))
 
 
 class Sampler:

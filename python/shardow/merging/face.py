@@ -12,10 +12,10 @@ import torch.distributed as dist
 from shardow import _core
 from shardow.base.checks import invalid, number, seconds, several, whole
 from shardow.base.progress import Progress
+from shardow.distributed.rank_group import RankGroup
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged
-from shardow.ranks.team import Team
 
 _MOST_STEPS = 2**53  # beyond, float64 has no longer every whole number
 
@@ -109,7 +109,7 @@ def merge(
         key=key,
     )  # fmt: skip
     everybody = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    team = Team(everybody if group is None else group, seconds(timeout))
+    ranks = RankGroup(everybody if group is None else group, seconds(timeout))
     if kept := {_core.MERGE_KEY} & set(engine.texts(metadata)):
         raise invalid(f"metadata: {kept.pop()} is where a merge says what it was made of")
     options: dict[str, Any] = {"verify": bool(verify)}
@@ -118,6 +118,6 @@ def merge(
         options.update(engine.dtype_and_limit(dtype, max_shard_size), metadata=engine.checked_texts(metadata or {}))
         options["target"] = paths.to_write(out)
 
-    opened, coefficients = what.open("merge()", team, check)
-    report = engine.write_merged(opened.inputs, team, formula=coefficients.formula, progress=progress, **options)
+    opened, coefficients = what.open("merge()", ranks, check)
+    report = engine.write_merged(opened.inputs, ranks, formula=coefficients.formula, progress=progress, **options)
     return {**report, "formula": coefficients.formula, "index_error": coefficients.index_error}

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardow import _core, errors
 from shardow.base.checks import invalid
+from shardow.distributed.transfers import empty
 from shardow.model import dtypes
 from shardow.model.local import oddity
-from shardow.ranks.transfers import empty
 
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
 

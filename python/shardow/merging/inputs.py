@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from shardow import _core
+from shardow.distributed.gather import Part
+from shardow.distributed.rank_group import EqualFacts, Looked, RankGroup, naming
 from shardow.files import engine
 from shardow.files.background import settle
 from shardow.merging import foreign
-from shardow.ranks.gather import Part
-from shardow.ranks.team import Looked, SameFacts, Team, naming
 
 Choose = Callable[["Newest"], tuple[Sequence[Part], bool]]
 
@@ -44,27 +44,27 @@ class Merged:
         return f"Merged({self.inputs})"
 
     def open(
-        self, what: str, team: Team, check: Callable[[], object] = lambda: None,
+        self, what: str, ranks: RankGroup, check: Callable[[], object] = lambda: None,
         then: Callable[[Newest], object] = lambda _: None,
     ) -> tuple[Newest, _core.Coefficients]:  # fmt: skip
         """``check()`` of what else a call was given comes first, ``then()`` when all is open, again where files were
         replaced meanwhile; both may raise on one rank for all. Collective."""
         opening = _Opening(self, what, check, then)
-        settle(team.process_group)
+        settle(ranks.process_group)
         with engine.several_said(*self.inputs), naming(what):
-            team.verb(what, lambda: _core.open_checkpoints(team.group, opening, team.timeout))
+            ranks.verb(what, lambda: _core.open_checkpoints(ranks.group, opening, ranks.timeout))
         return opening.newest, opening.coefficients
 
-    def read(self, choose: Choose, team: Team, **options: Any) -> dict[str, Any]:
+    def read(self, choose: Choose, ranks: RankGroup, **options: Any) -> dict[str, Any]:
         """As a load of one file, of what the merge would hold. Collective."""
         chosen: list[tuple[Sequence[Part], bool]] = []
 
         def then(newest: Newest) -> None:
             chosen[:] = [choose(newest)]
 
-        newest, _ = self.open("load()", team, then=then)
+        newest, _ = self.open("load()", ranks, then=then)
         parts, strict = chosen[0]
-        report = engine.read_merged(parts, newest.inputs, team, strict=strict, **options)
+        report = engine.read_merged(parts, newest.inputs, ranks, strict=strict, **options)
         return {**report, "metadata": {**newest.metadata, **report["metadata"]}}
 
 
@@ -79,12 +79,12 @@ class _Opening(Looked):
     ) -> None:
         self._merged, self._what, self._check, self._then = merged, what, check, then
 
-    def look(self) -> SameFacts:
+    def look(self) -> EqualFacts:
         self._check()
         merged = self._merged
         self._by_torch = [foreign.is_foreign(Path(path)) for path in merged.inputs]
         facts = {"inputs": merged.inputs, "rule": repr([merged.rule, merged.steps, merged.key])}
-        return SameFacts(self._what, {**facts, "which of them torch wrote": self._by_torch})
+        return EqualFacts(self._what, {**facts, "which of them torch wrote": self._by_torch})
 
     def find(self) -> list[str]:
         """Returns the paths that the engine opens."""

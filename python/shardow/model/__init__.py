@@ -2,4 +2,4 @@
 
 Its weights and buffers under plain names, the region of each, the tensors' memory, and what watches over them.
 
-May import: ranks, base, errors."""
+May import: distributed, base, errors."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.checks import invalid
+from shardow.distributed.rank_group import Comparison, RankGroup
 from shardow.model.local import LocalTensor, oddity
-from shardow.ranks.team import Team, Words
 
 #: The way out.
 DIFFERENT_WEIGHTS = (
@@ -31,14 +31,14 @@ _PRIME = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """``tensor``: what this rank holds of ``name`` there; ``ranks``: who else should have the same, in words that are
+    """``tensor``: what this rank holds of ``name`` there; ``holders``: who else should have the same, in words that are
     equal for them.
     """
 
     name: str
     tensor: torch.Tensor
     region: _core.Region
-    ranks: str
+    holders: str
 
 
 def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common | None:
@@ -51,32 +51,29 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
     return Common(local.name, local.tensor if tensor is None else tensor, local.region, ranks)
 
 
-class EqualCopies(Words):
-    """What ranks hold under the same names. Reads what it finds once, sends a number for each set of ranks."""
+class EqualCopies(Comparison):
+    """Raises ValueError on every rank where ranks hold other values under one name. Reads ``common`` once, sends a
+    number for each set of ranks."""
 
-    def __init__(self, what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str) -> None:
-        self._what, self._find, self._team, self._way_out = what, find, team, way_out
-        self._common, self._sums = list[Common](), list[int]()
-
-    def find(self) -> Iterable[Common | None]:
-        return self._find()
+    def __init__(
+        self, what: str, common: Iterable[Common | None], ranks: RankGroup, way_out: str = DIFFERENT_WEIGHTS
+    ) -> None:
+        self._what, self._ranks, self._way_out = what, ranks, way_out
+        self._common = [copy for copy in common if copy is not None] if ranks.size > 1 else []
 
     def words(self) -> bytes:
-        found = self.find()
-        self._common = [one for one in found if one is not None] if self._team.size > 1 else []
-        self._sums = checksums([one.tensor for one in self._common])
+        self._sums = checksums([copy.tensor for copy in self._common])
         return json.dumps(_joined(self._common, self._sums)).encode() if self._common else b""
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
         return b"!" if _differing([json.loads(text or b"{}") for text in by_rank]) else b""
 
-    def taken(self, total: bytes) -> list[dict[str, str]]:
-        """Raises ValueError on every rank where ranks hold other values. Collective: one more round, where they do."""
+    def take(self, total: bytes) -> None:
+        """Names the first tensor that differs, in another round."""
         if total:
             each = zip(self._common, self._sums, strict=True)
-            own_sums = {f"{one.name}\0{_key([one])}": sum_ for one, sum_ in each}
-            self._team.decide(self._what, json.dumps(own_sums).encode(), self._refuse)
-        return []
+            own_sums = {f"{copy.name}\0{_key([copy])}": sum_ for copy, sum_ in each}
+            self._ranks.decide(self._what, json.dumps(own_sums).encode(), self._refuse)
 
     def _refuse(self, texts: list[bytes]) -> bytes:
         names = _differing([json.loads(text) for text in texts])
@@ -86,22 +83,11 @@ class EqualCopies(Words):
         raise invalid(f"{self._what}: {values}; {self._way_out}")
 
 
-def check_equal(
-    what: str, find: Callable[[], Iterable[Common | None]], team: Team, way_out: str, *others: Words
-) -> list[bytes]:
-    """Raises ValueError on every rank where ranks hold other values under one name, or whatever ``find()`` raises.
-    Returns what ``others`` come to, whose words are asked for after find(). Collective, one round."""
-    copies = EqualCopies(what, find, team, way_out)
-    total, *totals = team.compare(what, copies, *others)
-    copies.taken(total)
-    return totals
-
-
 def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:
     """One number for each set of ranks: {key: number}."""
     sets: dict[str, list[int]] = {}
     for at, one in enumerate(common):
-        sets.setdefault(one.ranks, []).append(at)
+        sets.setdefault(one.holders, []).append(at)
     return {
         _key([common[at] for at in held]): int.from_bytes(_digest(json.dumps([sums[at] for at in held])), "little")
         for held in sets.values()
@@ -110,7 +96,7 @@ def _joined(common: Sequence[Common], sums: Sequence[int]) -> dict[str, int]:
 
 def _key(common: Sequence[Common]) -> str:
     return _digest(
-        "\0".join(f"{one.ranks} {one.name} {one.tensor.dtype} {one.region.encode().hex()}" for one in common)
+        "\0".join(f"{one.holders} {one.name} {one.tensor.dtype} {one.region.encode().hex()}" for one in common)
     ).hex()
 
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from shardow import _core
 from shardow.base.checks import warn
+from shardow.distributed.gather import Part
+from shardow.distributed.transfers import empty
 from shardow.model.dtypes import dtype_of
 from shardow.model.names import clean_file_key, join, walk
-from shardow.ranks.gather import Part
-from shardow.ranks.transfers import empty
 
 KEY = "_extra_state"
 METADATA = "shardow.extra_state"  # of a header: {name: value} in JSON

@@ -13,9 +13,9 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from shardow.base.checks import SHOWN, first_of, invalid
+from shardow.distributed.gather import Part
 from shardow.model.names import clean_file_key, without_adapter
 from shardow.model.parts import Held
-from shardow.ranks.gather import Part
 
 T = TypeVar("T")
 _BLOCK = 1 << 20  # elements that are compared at a time

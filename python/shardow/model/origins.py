@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardow.base.checks import instance, invalid
+from shardow.distributed.gather import take
 from shardow.model.dtensor import region_of, sharded_like
 from shardow.model.names import walk
 from shardow.model.slots import slots
-from shardow.ranks.gather import take
 
 # By parameter, since tensors compare by value: (weak reference to its module, key).
 _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -14,12 +14,12 @@ from torch import nn
 from shardow import _core
 from shardow.base import plain
 from shardow.base.checks import instance, invalid, unsupported
+from shardow.distributed.gather import Part
 from shardow.model.dtensor import region_of
 from shardow.model.extra_state import KEY, extra_states, give
 from shardow.model.groups import group_of_model
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView, find
-from shardow.ranks.gather import Part
 
 Saveable = nn.Module | Mapping[str, Any]  # of tensors, and plain values
 VALUES = "shardow.values"  # of a header: a mapping's plain values in JSON

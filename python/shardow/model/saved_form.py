@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardow import _core
 from shardow.base.checks import unsupported
+from shardow.distributed.gather import Part
 from shardow.model.names import unwrapped, walk
 from shardow.model.storage import storage_key
 from shardow.model.view import ModelView
-from shardow.ranks.gather import Part
 
 
 class _Block(NamedTuple):

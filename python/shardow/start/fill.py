@@ -14,6 +14,10 @@ import torch
 from shardow import _core
 from shardow.base.checks import first_of, invalid
 from shardow.base.progress import Progress, shown
+from shardow.distributed.gather import Part, take
+from shardow.distributed.rank_group import Comparison, Joint, RankGroup
+from shardow.distributed.store_group import store_group
+from shardow.distributed.stream import Client, Fill, Server, Want, behind
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
 from shardow.merging.inputs import Merged, Newest
@@ -21,10 +25,6 @@ from shardow.model.extra_state import FromFile, extra_in
 from shardow.model.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
 from shardow.model.parts import Held, values_in_file
 from shardow.model.saved_form import saved_form
-from shardow.ranks.gather import Part, take
-from shardow.ranks.store_group import store_group
-from shardow.ranks.stream import Client, Fill, Server, Want, behind
-from shardow.ranks.team import NOTHING, Team, Words
 
 State = Mapping[str, torch.Tensor]
 
@@ -38,7 +38,7 @@ class Job:
 
     what: str
     held: Held
-    team: Team
+    ranks: RankGroup
     wanted: Collection[str]
     essential: Collection[str]
     strict: bool
@@ -105,7 +105,7 @@ def from_merged(job: Job, source: Merged) -> dict[str, Any]:
         choices[:] = [Choice(job, newest, str(source))]
         return choices[0].parts()
 
-    report = source.read(choose, job.team, verify=job.verify, progress=job.progress)
+    report = source.read(choose, job.ranks, verify=job.verify, progress=job.progress)
     return choices[0].taken(report)
 
 
@@ -114,13 +114,13 @@ class FileLoad(engine.Load):
 
     def __init__(
         self, path: StrPath, look_at: Callable[[], Job], finish: Callable[[Job, dict[str, Any]], None],
-        compared: Words = NOTHING,
+        compared: Comparison | None = None,
     ) -> None:  # fmt: skip
         """``look_at()``: in the first round, ``finish(job, report)`` in the last; both may raise on one rank for all.
         ``compared`` in the first."""
-        self._path, self._look_at, self._finish, self._compared = path, look_at, finish, compared
+        self._path, self._look_at, self._finish, self._compared = path, look_at, finish, compared or Joint()
 
-    def look(self) -> Words:
+    def look(self) -> Comparison:
         paths.to_read(self._path)
         self._job = self._look_at()
         return self._compared
@@ -138,10 +138,10 @@ class FileLoad(engine.Load):
     def end(self) -> None:
         self._finish(self._job, self._report)
 
-    def fill(self, team: Team, what: str = "load()", check_only: bool = False, **options: Any) -> dict[str, Any]:
+    def fill(self, ranks: RankGroup, what: str = "load()", check_only: bool = False, **options: Any) -> dict[str, Any]:
         """Returns the report in the names here. ``check_only``: reads nothing, and finishes nothing. Collective."""
         with engine.several_said(self._path):
-            (report,) = self.run(self._path, team, what, check_only=check_only, **options)
+            (report,) = self.run(self._path, ranks, what, check_only=check_only, **options)
         if check_only:
             return self._choice.taken(report)
         return {**self._report, "bytes_read": report["bytes_read"], "seconds": report["seconds"]}
@@ -165,25 +165,25 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     there = extra_in(state, job.held.extra)
     extra = {name: state[key] for key, name in there.items()}
 
-    keys, report = job.team.agree(job.what, lambda: _compared(job, _forms(state, there), extra, state))
+    keys, report = job.ranks.agree(job.what, lambda: _compared(job, _forms(state, there), extra, state))
 
     def fill() -> None:
         for part in job.held.parts:
             if part.name in keys:
                 take(state[keys[part.name]].detach(), part.region, part.flat)
 
-    job.team.agree(job.what, fill)
+    job.ranks.agree(job.what, fill)
     return _with_extra(job, extra, report)
 
 
 def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     """Rank 0 sends every rank its slices, and nothing else."""
-    team = job.team
+    ranks = job.ranks
     given = state or {}
     there = extra_in(given, job.held.extra)
     own = {name: given[key] for key, name in there.items()}
     forms: dict[str, Form]
-    forms, extra = pickle.loads(team.on_first(job.what, lambda: pickle.dumps((_forms(given, there), own))))
+    forms, extra = pickle.loads(ranks.on_first(job.what, lambda: pickle.dumps((_forms(given, there), own))))
 
     def compared() -> tuple[dict[str, Any], list[Fill]]:
         keys, report = _compared(job, forms, extra, given)
@@ -192,18 +192,18 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
         each = zip(found, narrower, strict=True)
         return report, [Fill(part, Want(key, part.region.encode(), dtype)) for (part, key), dtype in each]
 
-    report, fills = team.agree(job.what, compared)
+    report, fills = ranks.agree(job.what, compared)
     device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))
-    assert team.process_group is not None
-    tag = store_group(team.process_group).next_tag()
+    assert ranks.process_group is not None
+    tag = store_group(ranks.process_group).next_tag()
 
     def move() -> None:
-        if team.rank == 0:
-            Server(team, device, tag).run(given, fills, shown(job.progress, "materialize", team.rank))
+        if ranks.rank == 0:
+            Server(ranks, device, tag).run(given, fills, shown(job.progress, "materialize", ranks.rank))
         else:
-            Client(team, device, tag).run(fills)
+            Client(ranks, device, tag).run(fills)
 
-    team.agree(job.what, move, begun=True, behind=behind(team.timeout))
+    ranks.agree(job.what, move, begun=True, behind=behind(ranks.timeout))
     return _with_extra(job, extra, report)
 
 

@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardow.base.checks import invalid
+from shardow.distributed.gather import Part, take
+from shardow.distributed.rank_group import EqualFacts, Step
 from shardow.model.names import join, unwrapped, walk, wrapped_child
 from shardow.model.storage import mapped
-from shardow.ranks.gather import Part, take
 from shardow.start.fill import Job
 from shardow.start.recorded import PATTERN, Record, records_of
 
@@ -44,7 +45,7 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
             raise invalid(f"{job.what}: {left} got no values; give a function that sets them as source")
 
     _take_drawn(job, model)
-    job.team.agree(job.what, fill)
+    job.ranks.agree(job.what, fill)
     return {
         "missing": [],
         "unexpected": [],
@@ -60,10 +61,11 @@ def _take_drawn(job: Job, model: nn.Module) -> None:
         for key, record in records_of(module).items()
     }
     numbers = {name: [value for value in values if isinstance(value, (int, float))] for name, values in written.items()}
-    job.team.same(job.what, lambda: {"what constructors wrote": numbers})
-    for value in itertools.chain(*written.values()) if job.team.size > 1 else ():
+    facts = {"what constructors wrote": numbers}
+    job.ranks.step(job.what, lambda: Step(None, [EqualFacts(job.what, facts, job.ranks)]))
+    for value in itertools.chain(*written.values()) if job.ranks.size > 1 else ():
         if isinstance(value, torch.Tensor):
-            drawn = job.team.broadcast(_bytes(value), [value.nbytes], torch.uint8, value.device)
+            drawn = job.ranks.broadcast(_bytes(value), [value.nbytes], torch.uint8, value.device)
             value.copy_(drawn.view(value.dtype).view(value.shape))
 
 

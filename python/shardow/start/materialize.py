@@ -3,7 +3,6 @@ the same from a file, also for a model that has values, or for a mapping's tenso
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +15,7 @@ from torch import nn
 
 from shardow.base.checks import instance, invalid, seconds
 from shardow.base.progress import Progress
+from shardow.distributed.rank_group import Comparison, EqualFacts, RankGroup, Step
 from shardow.files import paths
 from shardow.files.checkpoint import Looking
 from shardow.files.paths import StrPath
@@ -26,7 +26,6 @@ from shardow.model.local import refuse_expanded
 from shardow.model.masters import fill_masters_too
 from shardow.model.parts import Saveable, held_by
 from shardow.model.swap_guard import refuse_foreign
-from shardow.ranks.team import SameFacts, Team, Words
 from shardow.start import fill, initialise, meta
 
 _RANK_0 = "a mapping on rank 0"
@@ -123,23 +122,23 @@ def load(
     if optimizer is not None:
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
     looking = Looking("load()", target, group, timeout)
-    team = looking.team
+    ranks = looking.ranks
 
     def look() -> fill.Job:
         held = looking.look()
         names = [part.name for part in held.parts]
-        return fill.Job("load()", held, team, names, (), strict, bool(verify), progress)
+        return fill.Job("load()", held, ranks, names, (), strict, bool(verify), progress)
 
     def finish(job: fill.Job, _: dict[str, Any]) -> None:
         job.held.put_back()
 
     if isinstance(path, Merged):
-        job = team.agree("load()", look)
+        job = ranks.agree("load()", look)
         report = fill.from_merged(job, path)
         finish(job, report)
         return report
-    same = SameFacts("load()", {"path": str(path)})
-    return fill.FileLoad(path, look, finish, same).fill(team, verify=bool(verify), progress=progress)
+    same = EqualFacts("load()", {"path": str(path)})
+    return fill.FileLoad(path, look, finish, same).fill(ranks, verify=bool(verify), progress=progress)
 
 
 @dataclass(frozen=True)
@@ -163,12 +162,12 @@ class Request:
 def fill_model(request: Request) -> dict[str, Any]:
     model = request.model
     instance("model", model, nn.Module)
-    team = Team(group_of_model(model, request.group), seconds(request.timeout))
+    ranks = RankGroup(group_of_model(model, request.group), seconds(request.timeout))
     given: dict[str, torch.Tensor] = {}
     jobs: list[tuple[origins.Bindings | None, fill.Job]] = []
 
     def look() -> fill.Job:
-        jobs.append(_prepared(request, team, given))
+        jobs.append(_prepared(request, ranks, given))
         return jobs[0][1]
 
     def finish(job: fill.Job, report: dict[str, Any]) -> None:
@@ -178,11 +177,11 @@ def fill_model(request: Request) -> dict[str, Any]:
     try:
         if isinstance(request.source, (str, Path)):
             load = fill.FileLoad(request.source, look, finish, kinds)
-            report = load.fill(team, request.what, verify=request.verify, progress=request.progress)
+            report = load.fill(ranks, request.what, verify=request.verify, progress=request.progress)
         else:
-            kind = kinds.compared(team, look)
-            report = _filled(request, kind, jobs[0][1])
-            team.agree(request.what, lambda: finish(jobs[0][1], report))
+            ranks.step(request.what, lambda: Step(look(), [kinds]))
+            report = _filled(request, kinds.common, jobs[0][1])
+            ranks.agree(request.what, lambda: finish(jobs[0][1], report))
     except BaseException:
         meta.take_memory(model, given.values())
         raise
@@ -204,7 +203,9 @@ def _finished(request: Request, job: fill.Job, given: dict[str, torch.Tensor], m
         tie()
 
 
-def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> tuple[origins.Bindings | None, fill.Job]:
+def _prepared(
+    request: Request, ranks: RankGroup, given: dict[str, torch.Tensor]
+) -> tuple[origins.Bindings | None, fill.Job]:
     model = request.model
     refuse_foreign(request.what, model.parameters, writes=True)
     bindings = None if request.optimizer is None else origins.bindings(request.optimizer, model)
@@ -218,7 +219,7 @@ def _prepared(request: Request, team: Team, given: dict[str, torch.Tensor]) -> t
     wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
     lacking = wanted if without else []
     return bindings, fill.Job(
-        request.what, held, team, wanted, essential, request.strict, request.verify, request.progress, lacking
+        request.what, held, ranks, wanted, essential, request.strict, request.verify, request.progress, lacking
     )
 
 
@@ -232,15 +233,18 @@ def _filled(request: Request, kind: str, job: fill.Job) -> dict[str, Any]:
     return fill.from_merged(job, request.source)
 
 
-class Kinds(Words):
-    """A round in which ranks compare what they are given to fill a model from. Raises where they have different things,
-    unless rank 0 alone has a mapping."""
+class Kinds(Comparison):
+    """Compares what ranks are given to fill a model from. Raises where they have different things, unless rank 0 alone
+    has a mapping. The words of a load of files, which ranks may meet that have none, are these alone."""
 
     def __init__(self, what: str, source: Source) -> None:
         self._what, self._source = what, source
 
     def words(self) -> bytes:
         return kind_of(self._source).encode(errors="backslashreplace")
+
+    def take(self, total: bytes) -> None:
+        self.common = total.decode()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
         if len(set(by_rank)) == 1:
@@ -250,20 +254,6 @@ class Kinds(Words):
             return _RANK_0.encode()
         way_out = "the same on all, or a mapping on rank 0 and None or {} elsewhere"
         raise invalid(f"{self._what}: ranks have different sources: {kinds}; {way_out}")
-
-    def compared(self, team: Team, look: Callable[[], object]) -> str:
-        """Returns what all ranks have. ``look()`` comes after this rank's kind, and may raise. Collective: the first
-        round of a load of files as well, where a rank has one."""
-
-        def words() -> bytes:
-            kind = self.words()
-            look()
-            return len(kind).to_bytes(8, sys.byteorder) + kind
-
-        def sum_up(by_rank: list[bytes]) -> bytes:
-            return self.sum_up([text[8 : 8 + int.from_bytes(text[:8], sys.byteorder)] for text in by_rank])
-
-        return team.agree_on(self._what, words, sum_up).decode()
 
 
 def kind_of(source: object) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardow.base.checks import instance, invalid, seconds
+from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
 from shardow.errors import Error
 from shardow.model import origins
 from shardow.model.dtensor import empty_like
@@ -23,7 +24,6 @@ from shardow.model.groups import choose_group, meshes_of
 from shardow.model.modules import is_container, repeated_blocks
 from shardow.model.names import join, walk
 from shardow.model.slots import slots
-from shardow.ranks.team import Team
 from shardow.start.materialize import Kinds, Source, materialize
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
@@ -64,16 +64,19 @@ def wrap(
     """
     instance("wrap(): model", model, nn.Module)
     instance("wrap(): mesh", mesh, DeviceMesh)
-    team = Team(choose_group([], [mesh, *meshes_of(slot.recorded for slot in slots(model))], group), seconds(timeout))
+    meshes = [mesh, *meshes_of(slot.recorded for slot in slots(model))]
+    ranks = RankGroup(choose_group([], meshes, group), seconds(timeout))
     from_memory = source is None and memory_efficient_init
-    has_weights = source is None and (team.rank == 0 or not memory_efficient_init)
-    checked: list[Any] = []
-    Kinds("wrap()", source).compared(team, lambda: checked.extend(_checked(model, mesh, units, optimizer, has_weights)))
-    chosen, bindings, own = checked
-    shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
-    shared_out = [name for name, module in walk(model) if module in chosen]
-    facts = {"tensors": shapes, "units": shared_out, "memory_efficient_init": memory_efficient_init}
-    team.same("wrap()", lambda: facts)
+    has_weights = source is None and (ranks.rank == 0 or not memory_efficient_init)
+
+    def prepare() -> Step[tuple[list[nn.Module], origins.Bindings | None, Any]]:
+        checked = _checked(model, mesh, units, optimizer, has_weights)
+        shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
+        shared_out = [name for name, module in walk(model) if module in checked[0]]
+        facts = {"tensors": shapes, "units": shared_out, "memory_efficient_init": memory_efficient_init}
+        return Step(checked, [Kinds("wrap()", source), EqualFacts("wrap()", facts, ranks)])
+
+    chosen, bindings, own = ranks.step("wrap()", prepare)
     if from_memory:
         to_meta(model)
         if optimizer is not None and bindings is not None:
@@ -85,7 +88,7 @@ def wrap(
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
     }
-    team.agree("wrap()", lambda: _shard([*chosen, model], options))
+    ranks.agree("wrap()", lambda: _shard([*chosen, model], options))
     if from_memory or source is not None:
         try:
             materialize(model, own if from_memory else source, optimizer, strict=strict, group=group, timeout=timeout)

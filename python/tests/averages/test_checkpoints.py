@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from own_averages import averages_of
 
 import shardow
-from shardow.ranks import gather
+from shardow.distributed import gather
 
 DECAYS = [0.9, 0.99999]
 Full = dict[str, dict[str, torch.Tensor]]

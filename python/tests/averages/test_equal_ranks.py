@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardow
 from shardow import _core
+from shardow.distributed.rank_group import RankGroup, Step
+from shardow.distributed.store_group import store_group
 from shardow.model import equal
 from shardow.model.equal import checksums
-from shardow.ranks.store_group import store_group
-from shardow.ranks.team import Team
 
 # ---- counters of a rank's own part
 
@@ -328,7 +328,8 @@ def shared_with_others() -> Outcome:
         equal.Common("all", torch.full((2,), float(pair)), region, "[0, 1, 2, 3]"),
         equal.Common("pair", torch.zeros(2), region, f"[{2 * pair}, {2 * pair + 1}]"),
     ]
-    return outcome(lambda: equal.check_equal("call()", lambda: held, Team(dist.group.WORLD, 60.0), "hint"))
+    group = RankGroup(dist.group.WORLD, 60.0)
+    return outcome(lambda: group.step("call()", lambda: Step(None, [equal.EqualCopies("call()", held, group, "hint")])))
 
 
 def test_weights_are_compared_between_ranks_that_share_others_with_others() -> None:

@@ -14,6 +14,7 @@ import models
 import pytest
 import ranks
 import torch
+from outcomes import outcome
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -319,3 +320,60 @@ def test_checkpoints_resume_a_student_and_its_teacher(tmp_path: Path) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in its_teacher.state_dict().items())
     stored = [name for file in tmp_path.rglob("*.safetensors") for name in shardow.open(file) if name != "random"]
     assert sorted(stored) == sorted([*student.state_dict(), *ema.names])  # the averages once
+
+
+def made(kind: str) -> list[bool]:
+    """Whether what module() makes has the averages themselves, answers as the model in swapped(), and is one."""
+    student = models.build(kind, torch.distributed.get_world_size())
+    ema, ordinary = shardow.EMA(student, 0.9, replicas="copy"), shardow.EMA(student, 0.9, replicas="copy")
+    teacher, generator = ema.module(), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        student(models.batch(generator))  # moves batch statistics
+        for parameter in student.parameters():
+            parameter.data.mul_(0.9)
+        ema.update()
+        ordinary.update()
+    memory = {average.data_ptr() for average in ema.state_dict()["averages"].values()}
+    return [
+        teacher is ema.module(),
+        memory == {parameter.data_ptr() for parameter in teacher.parameters()},
+        same_answers(student, teacher, ordinary, generator, torch.float32),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "world"), [("plain", 1), ("ddp", 2)])
+def test_module_makes_a_teacher_of_the_averages_themselves(kind: str, world: int) -> None:
+    assert ranks.run(world, made, kind) == [[True] * 3] * world
+
+
+def unmade(kind: str) -> Any:
+    return outcome(shardow.EMA(models.build(kind, 2), 0.9).module)[:2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("fsdp2", "UnsupportedError", "module(): the model is sharded; make the teacher like it"),
+        ("ddp", "InvalidArgumentError", "a teacher has one average"),
+    ],
+)
+def test_module_of_what_a_rank_has_a_part_of_is_refused(kind: str, error: str, message: str) -> None:
+    for raised, text in ranks.run(2, unmade, kind):
+        assert raised == error
+        assert message in text or "is divided among replicas" in text
+
+
+def test_module_keeps_ties_frozen_weights_and_its_own_dtype_and_says_what_it_is_not_made_of() -> None:
+    student = Tied(True).bfloat16()
+    student.scale = nn.Parameter(torch.ones(2), requires_grad=False)
+    ema = shardow.EMA(student, 0.9)
+    teacher = ema.module()
+    assert teacher.head.weight is teacher.embedding.weight
+    assert (teacher.head.weight.dtype, teacher.scale.tolist()) == (torch.float32, [1, 1])
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    with pytest.raises(shardow.Error, match="the averages are the teacher's weights; call the teacher"):
+        ema.swap_in()
+    with pytest.raises(shardow.Error, match="averages= of this EMA are tensors"):
+        shardow.EMA(nn.Linear(1, 1), 0.9, averages={"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}).module()
+    with pytest.raises(shardow.Error, match="a teacher has one average"):
+        shardow.EMA(student, [0.9, 0.99]).module()

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardow.distributed.gather import take
 from shardow.model.view import find
-from shardow.ranks.gather import take
 
 KINDS = ("fsdp2", "hsdp", "fsdp1", "ddp")
 

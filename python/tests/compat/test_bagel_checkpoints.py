@@ -21,7 +21,7 @@ import shardow
 from shardow.compat import bagel
 from shardow.compat.bagel import FSDPCheckpoint, FSDPConfig, fsdp_ema_setup, fsdp_ema_update, fsdp_wrapper
 from shardow.compat.files.published import publish
-from shardow.ranks.team import Team
+from shardow.distributed.rank_group import RankGroup
 
 
 class Log:
@@ -270,7 +270,7 @@ def test_what_a_killed_save_left_is_no_part_of_the_next_checkpoint(tmp_path: Pat
     directory, partial = tmp_path / "0000001", tmp_path / ".partial"
     partial.mkdir()
     (partial / "of the killed one").touch()
-    publish("save()", directory, partial, Team(None, None), lambda folder: (folder / "new").touch())
+    publish("save()", directory, partial, RankGroup(None, None), lambda folder: (folder / "new").touch())
     assert [path.name for path in directory.iterdir()] == ["new"]
     assert not partial.exists()
 
@@ -290,5 +290,5 @@ def test_a_checkpoint_is_on_the_disk_until_the_one_that_replaces_it_has_its_name
 
     monkeypatch.setattr(Path, "rename", fails)
     with pytest.raises(OSError, match="no"):
-        publish("save()", directory, partial, Team(None, None), lambda folder: (folder / "new").touch())
+        publish("save()", directory, partial, RankGroup(None, None), lambda folder: (folder / "new").touch())
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["old"]

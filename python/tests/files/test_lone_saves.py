@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardow
-from shardow.ranks import store_group
+from shardow.distributed import store_group
 
 __all__ = ["host"]
 

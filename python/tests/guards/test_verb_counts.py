@@ -17,7 +17,7 @@ from benchmarks.paths import Counts, measured
 
 #: By verb and kind of sharding: rounds, calls of the store on both ranks together, files.
 RECORDED = {
-    "EMA(), fsdp2": Counts(2, 15, 27),
+    "EMA(), fsdp2": Counts(1, 8, 27),
     "update(), fsdp2": Counts(0, 0, 13),
     "full_state_dict(), fsdp2": Counts(3, 30, 27),
     "swapped(), in, fsdp2": Counts(1, 8, 18),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from failing import ALL, SLACK, TIMEOUT, Told, check, good_state, is_good, materialize, on_meta, on_rank
 
 import shardow
-from shardow.ranks import stream
+from shardow.distributed import stream
 
 
 class Failing(Mapping[str, torch.Tensor]):

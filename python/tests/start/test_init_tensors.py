@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardow
-from shardow.ranks import stream
+from shardow.distributed import stream
 
 CASTS = [(a, b) for a in (F16, BF16, F32, F64) for b in (F16, BF16, F32, F64)]
 

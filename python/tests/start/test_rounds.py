@@ -11,7 +11,7 @@ import torch.distributed as dist
 from outcomes import outcome
 
 import shardow
-from shardow.ranks.store_group import store_group
+from shardow.distributed.store_group import store_group
 
 
 def counted(path: str) -> dict[str, int]:

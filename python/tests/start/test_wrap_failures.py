@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import shardow
-from shardow.ranks import stream
+from shardow.distributed import stream
 
 
 def wrap(how: str) -> tuple[Told, bool]:

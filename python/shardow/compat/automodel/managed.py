@@ -17,6 +17,7 @@ from shardow import _core, errors
 from shardow.averages import state as _state
 from shardow.base.checks import invalid, warn
 from shardow.compat.files import dcp, torch_files
+from shardow.distributed.rank_group import EqualUpdates, RankGroup, Step
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
 from shardow.model.match import Fit, Form, fit
@@ -24,7 +25,6 @@ from shardow.model.names import clean_file_key
 from shardow.model.parts import Held
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView
-from shardow.ranks.team import SameUpdates, Team
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Managed(ABC):
     use_distributed_checkpointing = True
     decay: float
     updates = 0
-    _team: Team
+    _ranks: RankGroup
     _refusal: type[Exception]  # what the origin raises for names that don't match
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Managed(ABC):
             found.only_different().refuse(what, "the state", RuntimeError)
             return held, copies, found
 
-        held, copies, found = self._team.agree("load_state_dict()", check)
+        held, copies, found = self._ranks.agree("load_state_dict()", check)
         for target, value, region in copies:
             _state.copy(target, value, region)
         held.put_back()
@@ -109,7 +109,7 @@ class Managed(ABC):
         it. Collective. It is published by one rename, and torch's cache of save plans, which other objects' saves may
         use, is left alone.
         """
-        dcp.save(self._together("save()", self._live), self.decay, self.updates, Path(directory), self._team)
+        dcp.save(self._together("save()", self._live), self.decay, self.updates, Path(directory), self._ranks)
 
     @torch.no_grad()
     def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
@@ -124,10 +124,10 @@ class Managed(ABC):
                 f"missing={missing!r}; 'error', or 'init': averages that are not in the checkpoint begin as the "
                 "weights are now"
             )
-        found = self._team.agree("load()", lambda: self._planned(Path(directory), missing))
+        found = self._ranks.agree("load()", lambda: self._planned(Path(directory), missing))
         if found is None or found.fit.missing:
             self._begin()
-        counters = None if found is None else dcp.read(found, self._live(), self._team)
+        counters = None if found is None else dcp.read(found, self._live(), self._ranks)
         self._held().put_back()
         self.updates = 0 if counters is None else counters[1]
         if counters is not None and counters[0] != self.decay:
@@ -152,16 +152,14 @@ class Managed(ABC):
         """
         held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"
-        torch_files.write_gathered("export_shadow()", path, held, self._team, kind)
+        torch_files.write_gathered("export_shadow()", path, held, self._ranks, kind)
         return path
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:
         """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
         updates.
         """
-        result = self._team.agree(what, fn)
-        self._team.compare(what, SameUpdates(what, self.updates))
-        return result
+        return self._ranks.step(what, lambda: Step(fn(), [EqualUpdates(what, self.updates)]))
 
 
 def checked_decay(decay: float) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardow.compat.automodel.managed import Managed, checked_decay, look, weights_of
-from shardow.compat.ways.stand_in import everybody, joined, refuse_copies, team_of
+from shardow.compat.ways.stand_in import everybody, joined, ranks_of, refuse_copies
 from shardow.compat.ways.twin import TrainedTwin
 from shardow.files.checkpoint import save as save_file
 from shardow.model.groups import group_of_model
@@ -35,8 +35,8 @@ class ShardedModelEMAManager(Managed):
         self.decay = checked_decay(decay)
         self.ema_model, self._train_model = ema_model, train_model
         self._twin = TrainedTwin(ema_model, keeps=True)
-        self._team = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
-        self._team.agree("ShardedModelEMAManager(...)", self._prepare)
+        self._ranks = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
+        self._ranks.agree("ShardedModelEMAManager(...)", self._prepare)
 
     def _prepare(self) -> None:
         _check(find(self.ema_model, strided=True), find(self._train_model, strided=True))
@@ -48,11 +48,11 @@ class ShardedModelEMAManager(Managed):
 
     def __getstate__(self) -> dict[str, Any]:
         """With copies of both models. Raises NotImplementedError where ranks share them."""
-        refuse_copies(team_of(self._train_model))
-        return {name: value for name, value in self.__dict__.items() if name != "_team"}
+        refuse_copies(ranks_of(self._train_model))
+        return {name: value for name, value in self.__dict__.items() if name != "_ranks"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _team=everybody())
+        self.__dict__.update(state, _ranks=everybody())
 
     @property
     def _tracked_names(self) -> list[str]:
@@ -99,7 +99,7 @@ class ShardedModelEMAManager(Managed):
         """
         path = Path(directory) / "ema.safetensors"
         self._together("export_safetensors()", lambda: path.parent.mkdir(parents=True, exist_ok=True))
-        save_file(self.ema_model, path, dtype, group=self._team.process_group)
+        save_file(self.ema_model, path, dtype, group=self._ranks.process_group)
         return path
 
     def _names(self) -> Mapping[str, object]:
@@ -114,7 +114,7 @@ class ShardedModelEMAManager(Managed):
         return found
 
     def _held(self) -> Held:
-        return held_by(self.ema_model, self._team.process_group, saving=False)
+        return held_by(self.ema_model, self._ranks.process_group, saving=False)
 
     def _begin(self) -> None:
         self._twin.begin(self._train_model)

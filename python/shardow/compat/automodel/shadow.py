@@ -17,12 +17,12 @@ from shardow.averages.options import Replicas
 from shardow.base.checks import invalid
 from shardow.compat.automodel.managed import Managed, checked_decay, clone, look, weights_of
 from shardow.compat.ways.stand_in import everybody, joined
+from shardow.distributed.gather import Part
+from shardow.distributed.rank_group import EqualUpdates, Step
 from shardow.ema import EMA
 from shardow.files import engine
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
-from shardow.ranks.gather import Part
-from shardow.ranks.team import SameUpdates
 
 _AGAIN = "freeze it again, or make a new manager and load the old one's state_dict() into it with strict=False"
 
@@ -56,13 +56,13 @@ class EMAManager(Managed):
         own = trained.pop() if dtype or trained == {torch.float64} else torch.float32
         options: dict[str, Any] = {"rule": "mul_add", "stochastic": False, "replicas": replicas, "group": group}
         ema = EMA(model, self.decay, dtype=own, **options)
-        is_shared = ema._averages.team.process_group is not None
+        is_shared = ema._averages.ranks.process_group is not None
         self._everybody = everybody() if is_shared else joined("EMAManager", {"decay": self.decay})
         self._bind(model, ema)
 
     def _bind(self, model: nn.Module, ema: EMA) -> None:
         self._model, self._ema, self._averages = model, ema, ema._averages
-        self._team = self._everybody if ema._averages.team.process_group is None else ema._averages.team
+        self._ranks = self._everybody if ema._averages.ranks.process_group is None else ema._averages.ranks
         weights = weights_of(ema._averages.view)
         self._shadow: dict[str, torch.Tensor] = {
             one.name: look(weights.get(one.name), one.flat, one.region) for one in ema._averages.parts()
@@ -140,15 +140,17 @@ class EMAManager(Managed):
         """
         path = Path(directory) / "ema.safetensors"
 
-        def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
+        what = "export_safetensors()"
+
+        def find() -> engine.SaveStep:
             path.parent.mkdir(parents=True, exist_ok=True)
             view = self._averages.view
-            mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._team.rank)}
+            mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._ranks.rank)}
             parts = [part for part in self._complete().parts if part.name in mine]
-            return [engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None)
+            found = engine.ToSave([engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None))
+            return Step(found, [EqualUpdates(what, self.updates)])
 
-        what = "export_safetensors()"
-        engine.write(find, path, self._team, SameUpdates(what, self.updates), what=what)
+        engine.write(find, path, self._ranks, what=what)
         return path
 
     def _names(self) -> Mapping[str, object]:
@@ -161,7 +163,7 @@ class EMAManager(Managed):
     def _held(self) -> Held:
         self._averages.swap.refuse("loading")
         names = {one.name: (one.name, *one.local.aliases) for one in self._averages.tracked}
-        return Held(self._averages.parts(), names, self._team.process_group)
+        return Held(self._averages.parts(), names, self._ranks.process_group)
 
     def _begin(self) -> None:
         self._averages.begin()
@@ -172,7 +174,7 @@ class EMAManager(Managed):
         names = {one.name: (one.name, *one.aliases) for one in [*view.parameters, *view.buffers]}
         self._averages.swap.rebind()
         others = [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._averages.others()]
-        return Held([*self._averages.parts(), *others], names, self._team.process_group)
+        return Held([*self._averages.parts(), *others], names, self._ranks.process_group)
 
 
 def _is_in(names: frozenset[str], name: str, _: object) -> bool:

@@ -17,9 +17,9 @@ from shardow.compat.files import torch_files
 from shardow.compat.files.published import publish
 from shardow.compat.ways.stand_in import everybody
 from shardow.compat.ways.twin import TrainedTwin
+from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
 from shardow.files.checkpoint import save
 from shardow.model.parts import held_by
-from shardow.ranks.team import Team
 from shardow.start import fill, meta
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -66,24 +66,24 @@ class FSDPCheckpoint:
         """
         path = Path(ckpt_dir).resolve() / f"{train_steps:07d}"
         logger.info(f"Saving checkpoint to {path}.")
-        team = everybody()
+        ranks = everybody()
         shard_name, _, writes = _shard_of(fsdp_config)
 
         def fill(partial: Path) -> None:
             for name, one in (("ema", ema_model), ("model", model)):
                 if one is not None:
-                    save(one, partial / f"{name}.safetensors", group=team.process_group)
-            team.agree("fsdp_save_ckpt()", lambda: write_rest(partial))
+                    save(one, partial / f"{name}.safetensors", group=ranks.process_group)
+            ranks.agree("fsdp_save_ckpt()", lambda: write_rest(partial))
 
         def write_rest(partial: Path) -> None:
             if writes:
                 torch_files.write(optimizer.state_dict(), partial / shard_name)
-            if team.rank == 0 and scheduler is not None:
+            if ranks.rank == 0 and scheduler is not None:
                 torch_files.write(scheduler.state_dict(), partial / "scheduler.pt")
-            if team.rank == 0 and data_status is not None:
+            if ranks.rank == 0 and data_status is not None:
                 torch_files.write(data_status, partial / "data_status.pt")
 
-        publish("fsdp_save_ckpt()", path, _beside(path, team), team, fill)
+        publish("fsdp_save_ckpt()", path, _beside(path, ranks), ranks, fill)
 
     @staticmethod
     def try_load_ckpt(
@@ -100,8 +100,8 @@ class FSDPCheckpoint:
         """
         if missing_ema not in ("error", "model"):
             raise invalid(f"missing_ema={missing_ema!r}; 'error', or 'model': the averages begin as the weights")
-        team = everybody()
-        folder = _existing(resume_from, team)
+        ranks = everybody()
+        folder = _existing(resume_from, ranks)
         if folder is None:
             logger.info("Training from scratch.")
             if ema_model is not None and meta.valueless(ema_model):
@@ -112,11 +112,11 @@ class FSDPCheckpoint:
         source = folder / ("ema.safetensors" if resume_from_ema else "model.safetensors")
         wanted = [(model, source)]
         if ema_model is not None:
-            ema_file = team.agree("try_load_ckpt()", lambda: _ema_file(folder, source, missing_ema, logger))
+            ema_file = ranks.agree("try_load_ckpt()", lambda: _ema_file(folder, source, missing_ema, logger))
             wanted.append((ema_model, ema_file))
         for check_only in (True, False):
             for one, path in wanted:
-                _load(one, path, team, logger, check_only)
+                _load(one, path, ranks, logger, check_only)
         return model, ema_model
 
     @staticmethod
@@ -126,8 +126,8 @@ class FSDPCheckpoint:
         """(optimizer, scheduler, the next step, this rank's data_status). Collective. Everything is read before
         anything is loaded. Raises FileNotFoundError where the optimizer's state was saved in another number of shards,
         naming both."""
-        team = everybody()
-        folder = _existing(resume_from, team)
+        ranks = everybody()
+        folder = _existing(resume_from, ranks)
         if folder is None:
             return optimizer, scheduler, 0, None
         name, count, _ = _shard_of(fsdp_config)
@@ -138,32 +138,32 @@ class FSDPCheckpoint:
                 raise invalid(f"{folder} is not named after its step, e.g. 0001000; its step is unknown")
             status = _read(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
             schedule = _read(folder / "scheduler.pt") if scheduler is not None else None
-            own = status[team.rank] if team.rank < len(status) else None
+            own = status[ranks.rank] if ranks.rank < len(status) else None
             return _read_shard(folder, name, count), schedule, int(step) + 1, own
 
-        state, schedule, step, status = team.agree("try_load_train_state()", read)
-        team.agree("try_load_train_state()", lambda: optimizer.load_state_dict(state))
+        state, schedule, step, status = ranks.agree("try_load_train_state()", read)
+        ranks.agree("try_load_train_state()", lambda: optimizer.load_state_dict(state))
         if scheduler is not None:
             scheduler.load_state_dict(schedule)
         return optimizer, scheduler, step, status
 
 
-def _load(model: nn.Module, path: Path, team: Team, logger: Any, check_only: bool) -> None:
+def _load(model: nn.Module, path: Path, ranks: RankGroup, logger: Any, check_only: bool) -> None:
     valueless = meta.valueless(model)
     fixed = set(_FIXED) - valueless
 
     what, names = "try_load_ckpt()", list[str]()
 
     def look() -> fill.Job:
-        held = held_by(model, team.process_group, saving=False)
+        held = held_by(model, ranks.process_group, saving=False)
         held.parts = [part for part in held.parts if part.name not in fixed]
         names[:] = [part.name for part in held.parts]
-        return fill.Job(what, held, team, names, valueless, strict=False, verify=True, progress=None)
+        return fill.Job(what, held, ranks, names, valueless, strict=False, verify=True, progress=None)
 
     def finish(job: fill.Job, _: dict[str, Any]) -> None:
         job.held.put_back()
 
-    report = fill.FileLoad(path, look, finish).fill(team, what, check_only)
+    report = fill.FileLoad(path, look, finish).fill(ranks, what, check_only)
     if len(report["missing"]) == len(names):
         there, here = ", ".join(report["unexpected"][:5]), ", ".join(names[:5])
         raise invalid(f"try_load_ckpt(): {path} has nothing of this model: it has {there} ..., the model {here} ...")
@@ -210,18 +210,19 @@ def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _existing(resume_from: str | Path | None, team: Team) -> Path | None:
+def _existing(resume_from: str | Path | None, ranks: RankGroup) -> Path | None:
     if resume_from is None:
         return None
     path = Path(resume_from)
-    team.same(f"resuming from {path}", lambda: {"it is there": path.exists()})
+    what = f"resuming from {path}"
+    ranks.step(what, lambda: Step(None, [EqualFacts(what, {"it is there": path.exists()})]))
     if path.exists():
         return path
     warn(f"{path}, to resume from, does not exist")
     return None
 
 
-def _beside(path: Path, team: Team) -> Path:
+def _beside(path: Path, ranks: RankGroup) -> Path:
     """Where rank 0 finds room for what is not whole yet."""
     folder = path.parent
 
@@ -231,4 +232,4 @@ def _beside(path: Path, team: Team) -> Path:
             return os.fsencode(folder.parent / f".{folder.name}-{path.name}.partial")
         return os.fsencode(folder / f".{path.name}.partial")
 
-    return Path(os.fsdecode(team.on_first("fsdp_save_ckpt()", choose)))
+    return Path(os.fsdecode(ranks.on_first("fsdp_save_ckpt()", choose)))

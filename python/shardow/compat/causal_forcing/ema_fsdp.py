@@ -22,13 +22,13 @@ from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked, divide
 from shardow.base.checks import invalid, one_of
 from shardow.compat.files.torch_files import whole_state_dict
+from shardow.distributed.gather import Gatherer, Part
 from shardow.ema import EMA
 from shardow.model.match import compare, fit
 from shardow.model.names import called, model_and_root
 from shardow.model.parts import Held
 from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import ModelView, find
-from shardow.ranks.gather import Gatherer, Part
 from shardow.schedules import as_schedules
 
 
@@ -135,7 +135,7 @@ class EMA_FSDP:
     def load_state_dict(self, sd: Mapping[str, torch.Tensor]) -> None:
         """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises
         ValueError, on every rank, with everything that does not fit, before anything changes."""
-        found = self._averages.team.agree("load_state_dict()", lambda: self._renamed(sd))
+        found = self._averages.ranks.agree("load_state_dict()", lambda: self._renamed(sd))
         load_averages(self._averages, found)
 
     def _renamed(self, sd: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -158,7 +158,7 @@ class EMA_FSDP:
         ``key_style``: "wrapped": as the origin's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the
         unwrapped model's.
         """
-        style = self._averages.team.agree(
+        style = self._averages.ranks.agree(
             "full_state_dict()", lambda: one_of("key_style", key_style, ("wrapped", "clean"))
         )
         full = self.ema.full_state_dict(complete=False)
@@ -184,7 +184,7 @@ class EMA_FSDP:
         averages = self._averages
 
         def ready() -> tuple[ModelView, list[Tracked]]:
-            view = find(model_and_root(fsdp_module)[0], group=averages.team.process_group)
+            view = find(model_and_root(fsdp_module)[0], group=averages.ranks.process_group)
             written = _as_averaged(averages, view)
             averages.swap.refuse("copy_to()")
             view.reshard()
@@ -194,13 +194,13 @@ class EMA_FSDP:
         view, written = averages.together("copy_to()", ready)
         pairs = list(zip(written, averages.tracked, strict=True))
         alike = all(there.region == here.region for there, here in pairs)
-        if not averages.team.decide("copy_to()", b"" if alike else b"1", lambda _: b"1"):
+        if not averages.ranks.decide("copy_to()", b"" if alike else b"1", lambda _: b"1"):
             torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
             for one in written:
                 one.scatter()
             averages.share(written)
         else:
-            _state.copy_streamed(Gatherer("copy_to()", averages.parts(), averages.team), view)
+            _state.copy_streamed(Gatherer("copy_to()", averages.parts(), averages.ranks), view)
         view.bump_versions()
         view.reshard()
 

@@ -16,7 +16,7 @@ from shardow.base.checks import invalid
 from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
 from shardow.compat.files import torch_files
 from shardow.compat.files.torch_files import whole_state_dict
-from shardow.compat.ways.stand_in import team_of
+from shardow.compat.ways.stand_in import ranks_of
 from shardow.model.names import model_and_root, without_wrappers
 from shardow.model.slots import slots
 from shardow.start.materialize import materialize
@@ -41,8 +41,8 @@ def write_model_pt(
         raise invalid("write_model_pt(): nothing to write; give ema=, generator= or other models")
     content = {} if ema is None else {"generator_ema": ema.full_state_dict(key_style=key_style)}
     content.update({name: whole_state_dict(model_and_root(model)[0]) for name, model in models.items()})
-    team = team_of(model_and_root(next(iter(models.values())))[0]) if ema is None else ema._averages.team
-    team.agree("write_model_pt()", lambda: torch_files.write(content, path) if team.rank == 0 else None)
+    ranks = ranks_of(model_and_root(next(iter(models.values())))[0]) if ema is None else ema._averages.ranks
+    ranks.agree("write_model_pt()", lambda: torch_files.write(content, path) if ranks.rank == 0 else None)
 
 
 def read_model_pt(path: str | Path, entry: str = "generator_ema") -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ def load_model_pt(target: EMA_FSDP | nn.Module | Any, path: str | Path, entry: s
     where other names or shapes differ.
     """
     model = target._model if isinstance(target, EMA_FSDP) else model_and_root(target)[0]
-    found = team_of(model).agree("load_model_pt()", lambda: read_model_pt(path, entry))
+    found = ranks_of(model).agree("load_model_pt()", lambda: read_model_pt(path, entry))
     if isinstance(target, EMA_FSDP):
         target.load_state_dict(found)
     else:

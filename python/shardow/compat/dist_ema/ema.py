@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,14 @@ from shardow.base.checks import fraction, invalid, seconds, whole
 from shardow.compat.dist_ema.shares import Share, is_sharded, refuse_unlike, shares
 from shardow.compat.ways.pairs import Pair, Pairs
 from shardow.compat.ways.stand_in import refuse_copies
+from shardow.distributed.gather import Gatherer, Part, take
+from shardow.distributed.rank_group import EqualFacts, EqualUpdates, RankGroup, Step
 from shardow.files import engine, paths
 from shardow.model import match
 from shardow.model.names import called
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
-from shardow.ranks.gather import Gatherer, Part, take
-from shardow.ranks.team import SameFacts, SameUpdates, Team
 
-T = TypeVar("T")
 CONFIG = "shardow.dist_ema"  # key of ``config`` in a file's metadata
 PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -80,13 +79,10 @@ class DistEMA:
         among = group or self._view.process_group
         if among is None and dist.is_initialized() and world_size != 1:
             among = dist.group.WORLD
-        self._team = Team(among, seconds(timeout))
-        self._team.agree("DistEMA(...)", self._start)
-        tensors = {one.name: f"{one.shape} in the order {one.order}" for one in self._shares}
-        facts = {"world_size": world_size, "tensors": tensors, "order": list(tensors), "config": self.config}
-        self._team.same("DistEMA(...)", lambda: facts, "DistEMA")
+        self._ranks = RankGroup(among, seconds(timeout))
+        self._ranks.step("DistEMA(...)", self._start)
 
-    def _start(self) -> None:
+    def _start(self) -> Step[None]:
         """Raises ValueError; also KeyError and TypeError, where the origin does."""
         if self.dtype not in PRECISION_TO_TYPE:
             known = ", ".join(map(repr, PRECISION_TO_TYPE))
@@ -100,24 +96,27 @@ class DistEMA:
             fraction(name, getattr(self, name))
         if self.warmup and not self.inv_gamma > 0:
             raise invalid(f"inv_gamma={self.inv_gamma}; it must be more than 0")
-        if dist.is_initialized() and (self.world_size, self.rank) != (self._team.size, self._team.rank):
+        if dist.is_initialized() and (self.world_size, self.rank) != (self._ranks.size, self._ranks.rank):
             raise invalid(
-                f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._team.rank} of the "
-                f"{self._team.size} that share the model; give these, or the ranks' own group="
+                f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._ranks.rank} of the "
+                f"{self._ranks.size} that share the model; give these, or the ranks' own group="
             )
         self.torch_dtype = PRECISION_TO_TYPE[self.dtype]
         self.build_ema_model()
+        tensors = {share.name: f"{share.shape} in the order {share.order}" for share in self._shares}
+        facts = {"world_size": self.world_size, "tensors": tensors, "order": list(tensors), "config": self.config}
+        return Step(None, [EqualFacts("DistEMA(...)", facts, self._ranks), self._ranks.join("DistEMA")])
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
-        refuse_copies(self._team)
+        refuse_copies(self._ranks)
         names = ("model", "world_size", "rank", *self.config, "_seed", "torch_dtype")
         state = {name: getattr(self, name) for name in names}
-        return {**state, "_averages": [one.average for one in self._shares], "_timeout": self._team.timeout}
+        return {**state, "_averages": [one.average for one in self._shares], "_timeout": self._ranks.timeout}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {name: value for name, value in state.items() if name not in ("_averages", "_timeout")}
-        self.__dict__.update(own, _group=None, _team=Team(None, state["_timeout"]))
+        self.__dict__.update(own, _group=None, _ranks=RankGroup(None, state["_timeout"]))
         self.build_ema_model()
         for share, average in zip(self._shares, state["_averages"], strict=True):
             share.average.copy_(average)
@@ -205,11 +204,16 @@ class DistEMA:
             everywhere: on every rank, as in the origin.
             buffers: the model's persistent buffers too, of rank 0: what a complete model has.
         """
-        parts = self._together("state_dict()", lambda: self._parts_to_gather(cpu_group, buffers))
-        self._team.compare("state_dict()", SameUpdates("state_dict()", self.decay_steps))
+
+        def prepare() -> Step[list[Part]]:
+            parts = self._parts_to_gather(cpu_group, buffers)
+            return Step(parts, [EqualUpdates("state_dict()", self.decay_steps)])
+
+        self._needs_all("state_dict()")
+        parts = self._ranks.step("state_dict()", prepare)
         stored = {one.name: one for one in self._shares}
-        team = self._team if cpu_group is None else Team(cpu_group, self._team.timeout)
-        gatherer, devices = Gatherer("state_dict()", parts, team), {part.name: part.flat.device for part in parts}
+        ranks = self._ranks if cpu_group is None else RankGroup(cpu_group, self._ranks.timeout)
+        gatherer, devices = Gatherer("state_dict()", parts, ranks), {part.name: part.flat.device for part in parts}
         found: OrderedDict[str, torch.Tensor] = OrderedDict()
         for name, full in gatherer.everywhere(devices.__getitem__) if everywhere else gatherer.stream():
             if full is not None:
@@ -234,7 +238,7 @@ class DistEMA:
         Raises ValueError (KeyError where names are missing), on every rank and before anything changes, with all that
         does not fit, other options too.
         """
-        steps, values = self._together("load_state_dict()", lambda: self._fitting(state_dict), alone=True)
+        steps, values = self._ranks.agree("load_state_dict()", lambda: self._fitting(state_dict))
         for share, value in values:
             take(value.permute(share.order), share.region, share.average)
         self.decay_steps = self.decay_steps if steps is None else steps
@@ -259,14 +263,8 @@ class DistEMA:
         replace(checked, unexpected=fit.unexpected).refuse("load_state_dict()", "the state", KeyError)
         return steps, [(one, found[one.name].detach()) for one in self._shares]
 
-    def _together(self, what: str, fn: Callable[[], T], alone: bool = False) -> T:
-        """fn() on every rank, or an error on all. ``alone``: it can do without the others."""
-        if not alone:
-            self._needs_all(what)
-        return self._team.agree(what, fn)
-
     def _needs_all(self, what: str) -> None:
-        if self._team.size != self.world_size:
+        if self._ranks.size != self.world_size:
             way_out = "call dist.init_process_group() before DistEMA(...)"
             raise invalid(f"{what} needs the other {self.world_size - 1} ranks: {way_out}")
 
@@ -277,10 +275,11 @@ class DistEMA:
         nothing is gathered."""
         self._needs_all("save()")
 
-        def find() -> tuple[list[engine.FileParts], dict[str, Any]]:
-            return [engine.FileParts("", self._held(saving=True).parts, {CONFIG: json.dumps(self.config)})], {}
+        def find() -> engine.SaveStep:
+            file = engine.FileParts("", self._held(saving=True).parts, {CONFIG: json.dumps(self.config)})
+            return Step(engine.ToSave([file], {}), [EqualUpdates("save()", self.decay_steps)])
 
-        engine.write(find, path, self._team, SameUpdates("save()", self.decay_steps))
+        engine.write(find, path, self._ranks)
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
@@ -288,14 +287,14 @@ class DistEMA:
         Raises, before anything changes, where names, shapes or options differ."""
         self._needs_all("load()")
         loading = _Load(self, path)
-        loading.run(path, self._team)
+        loading.run(path, self._ranks)
         self.decay_steps = loading.steps
 
     def _held(self, saving: bool) -> Held:
         """In a sharded model, what every rank holds whole is saved by rank 0."""
         held, everything = Held([], {}, None), not saving or not is_sharded(self.model)
         for one in self._shares:
-            if everything or one.local.counts_on(self._team.rank):
+            if everything or one.local.counts_on(self._ranks.rank):
                 held.parts += one.parts(held.copied)
         return held
 
@@ -306,9 +305,9 @@ class _Load(engine.Load):
     def __init__(self, ema: DistEMA, path: str | Path) -> None:
         self._ema, self._path = ema, path
 
-    def look(self) -> SameFacts:
+    def look(self) -> EqualFacts:
         self._held = self._ema._held(saving=False)
-        return SameFacts("load()", {"path": paths.to_read(self._path)})
+        return EqualFacts("load()", {"path": paths.to_read(self._path)})
 
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from shardow import _core
 from shardow.averages.tracked import divide
 from shardow.base.checks import unsupported
+from shardow.distributed.gather import Part
 from shardow.model.local import LocalTensor
 from shardow.model.match import compare
 from shardow.model.owners import has_fsdp
 from shardow.model.view import ModelView
 from shardow.model.zero3 import is_partitioned
-from shardow.ranks.gather import Part
 
 
 @dataclass(eq=False)

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardow.compat.files.published import publish
+from shardow.distributed.rank_group import RankGroup
 from shardow.model.match import Fit, Form, fit
 from shardow.model.parts import Held
-from shardow.ranks.team import Team
 
 _DECAY, _UPDATES = "shardow.decay", "shardow.updates"
 
@@ -43,15 +43,15 @@ class Plan:
     has_counters: bool
 
 
-def save(state: Mapping[str, torch.Tensor], decay: float, updates: int, directory: Path, team: Team) -> None:
+def save(state: Mapping[str, torch.Tensor], decay: float, updates: int, directory: Path, ranks: RankGroup) -> None:
     """Every rank writes its own shards; the directory is there whole, or as before. Collective."""
     entries = {**state, _DECAY: _number(float(decay)), _UPDATES: _number(updates)}
 
     def write(partial: Path) -> None:
         with _quiet_alone():
-            dcp_save(entries, checkpoint_id=str(partial), planner=EmaSavePlanner(), process_group=team.process_group)
+            dcp_save(entries, checkpoint_id=str(partial), planner=EmaSavePlanner(), process_group=ranks.process_group)
 
-    publish("save()", directory, directory.with_name(f".{directory.name}.partial"), team, write)
+    publish("save()", directory, directory.with_name(f".{directory.name}.partial"), ranks, write)
 
 
 def _number(value: float) -> torch.Tensor:
@@ -81,7 +81,7 @@ def plan(held: Held, directory: Path) -> Plan | None:
     return Plan(directory, found, {_DECAY, _UPDATES} <= stored.keys())
 
 
-def read(found: Plan, state: Mapping[str, torch.Tensor], team: Team) -> tuple[float, int] | None:
+def read(found: Plan, state: Mapping[str, torch.Tensor], ranks: RankGroup) -> tuple[float, int] | None:
     """Into ``state``'s tensors, cast, whatever sharding wrote them; (decay, updates) where they were saved.
     Collective."""
     entries = {key: state[name] for name, key in found.fit.keys.items()}
@@ -89,5 +89,5 @@ def read(found: Plan, state: Mapping[str, torch.Tensor], team: Team) -> tuple[fl
     if found.has_counters:
         entries.update(counters)
     with _quiet_alone():
-        dcp_load(entries, checkpoint_id=str(found.directory), process_group=team.process_group)
+        dcp_load(entries, checkpoint_id=str(found.directory), process_group=ranks.process_group)
     return (float(counters[_DECAY]), int(counters[_UPDATES])) if found.has_counters else None

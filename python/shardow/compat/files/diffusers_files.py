@@ -15,9 +15,9 @@ from torch import nn
 
 from shardow import errors
 from shardow.base.checks import invalid
+from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
 from shardow.files.checkpoint import save
 from shardow.model.parts import group_of
-from shardow.ranks.team import Team
 from shardow.start.materialize import load
 from shardow.start.meta import on_meta
 
@@ -37,27 +37,26 @@ def write(
     written from rank 0.
     """
     folder = Path(path)
-    team = _team(shadows)
+    ranks = _ranks(shadows)
 
-    def prepare() -> tuple[Any, dict[str, torch.Tensor]]:
+    def prepare() -> Step[tuple[Any, dict[str, torch.Tensor]]]:
         model = _on_meta(model_cls, model_config)
         state = _named(model, shadows)
-        if team.rank == 0:
+        if ranks.rank == 0:
             model.register_to_config(**counters)
-            folder.mkdir(parents=True, exist_ok=True)
-        return model, state
+        facts = {"path": str(folder.absolute()), "optimization_step": counters["optimization_step"]}
+        return Step((model, state), [EqualFacts("save_pretrained()", facts)])
 
-    facts = {"path": str(folder.absolute()), "optimization_step": counters["optimization_step"]}
-    team.same("save_pretrained()", lambda: facts)
-    model, state = team.agree("save_pretrained()", prepare)
-    save(state, folder / _WEIGHTS, group=team.process_group)
+    model, state = ranks.step("save_pretrained()", prepare)
+    ranks.agree("save_pretrained()", lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
+    save(state, folder / _WEIGHTS, group=ranks.process_group)
 
     def finish() -> None:
-        if team.rank == 0:
+        if ranks.rank == 0:
             model.save_config(str(folder))
             _remove_shards(folder)
 
-    team.agree("save_pretrained()", finish)
+    ranks.agree("save_pretrained()", finish)
 
 
 def read(
@@ -68,7 +67,7 @@ def read(
         config = model_cls.load_config(str(path))
         model = model_cls.from_pretrained(str(path))
         return config, model.config, [p.detach() for p in model.parameters()]
-    team = _team(shadows)
+    ranks = _ranks(shadows)
 
     def prepare() -> tuple[Mapping[str, Any], Any, list[tuple[Path, dict[str, torch.Tensor]]]]:
         config = model_cls.load_config(str(path))
@@ -77,16 +76,16 @@ def read(
         names = [name for name, _ in model.named_parameters()]
         return config, model, _sources(Path(path), dict(zip(names, shadows, strict=True)))
 
-    config, model, sources = team.agree("from_pretrained()", prepare)
+    config, model, sources = ranks.agree("from_pretrained()", prepare)
     for file, tensors in sources:
-        report = load(tensors, file, strict=False, group=team.process_group)
+        report = load(tensors, file, strict=False, group=ranks.process_group)
         if report["missing"]:
             raise invalid(f"{file} has no '{report['missing'][0]}'; is it another model's?")
     return config, model.config, shadows
 
 
-def _team(shadows: Sequence[torch.Tensor]) -> Team:
-    return Team(group_of({str(i): t for i, t in enumerate(shadows)}, None), None)
+def _ranks(shadows: Sequence[torch.Tensor]) -> RankGroup:
+    return RankGroup(group_of({str(i): t for i, t in enumerate(shadows)}, None), None)
 
 
 def _on_meta(model_cls: Any, config: Mapping[str, Any]) -> Any:

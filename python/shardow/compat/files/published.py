@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from shardow.ranks.team import Team
+from shardow.distributed.rank_group import RankGroup
 
 
 @contextlib.contextmanager
@@ -27,16 +27,16 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def publish(what: str, directory: Path, partial: Path, team: Team, fill: Callable[[Path], None]) -> None:
+def publish(what: str, directory: Path, partial: Path, ranks: RankGroup, fill: Callable[[Path], None]) -> None:
     """``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes
     ``directory``. Collective. Whatever fails on one rank is an error on all, and leaves nothing behind. A directory
     that was there is replaced."""
-    team.agree(what, lambda: _make(partial) if team.rank == 0 else None)
+    ranks.agree(what, lambda: _make(partial) if ranks.rank == 0 else None)
     try:
         fill(partial)
-        team.agree(what, lambda: _rename(partial, directory) if team.rank == 0 else None)
+        ranks.agree(what, lambda: _rename(partial, directory) if ranks.rank == 0 else None)
     except BaseException:
-        if team.rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 

@@ -28,11 +28,11 @@ from torch import nn
 
 from shardow import errors
 from shardow.compat.files.published import new_file
+from shardow.distributed.gather import Gatherer
+from shardow.distributed.rank_group import RankGroup
+from shardow.distributed.transfers import empty
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
-from shardow.ranks.gather import Gatherer
-from shardow.ranks.team import Team
-from shardow.ranks.transfers import empty
 
 
 def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
@@ -42,7 +42,7 @@ def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda na
     held = held_by(model, None, saving=False)
     refuse_foreign("a state of the whole model", held.memory, instead="for the weights")
     held.parts = [part for part in held.parts if wanted(part.name)]
-    return Gatherer("state_dict()", held.parts, Team(held.process_group, None)).whole(held.names)
+    return Gatherer("state_dict()", held.parts, RankGroup(held.process_group, None)).whole(held.names)
 
 
 def write(content: Any, path: str | Path) -> None:
@@ -72,13 +72,13 @@ _ZIP64_FIELD = 20  # bytes that zipfile adds to a large record's header
 _PADDING = 0x4246  # id of a header field that readers skip; torch's own files have it
 
 
-def write_gathered(what: str, path: Path, held: Held, team: Team, dtype: torch.dtype | None = None) -> None:
+def write_gathered(what: str, path: Path, held: Held, ranks: RankGroup, dtype: torch.dtype | None = None) -> None:
     """The tensors of which ``held.parts`` are this rank's, each under all its names, into ``path``; floating ones as
     ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
     failed: list[Exception] = []
     with contextlib.ExitStack() as stack:
-        add = team.agree(what, lambda: stack.enter_context(_archive(path, held, dtype)) if team.rank == 0 else None)
-        for _, tensor in Gatherer(what, held.parts, team).stream():  # to the end in any case: the others send
+        add = ranks.agree(what, lambda: stack.enter_context(_archive(path, held, dtype)) if ranks.rank == 0 else None)
+        for _, tensor in Gatherer(what, held.parts, ranks).stream():  # to the end in any case: the others send
             if add is not None and tensor is not None and not failed:
                 try:
                     add(tensor)
@@ -90,7 +90,7 @@ def write_gathered(what: str, path: Path, held: Held, team: Team, dtype: torch.d
                 raise failed[0]
             stack.close()
 
-        team.agree(what, publish)
+        ranks.agree(what, publish)
 
 
 @contextlib.contextmanager

@@ -70,14 +70,14 @@ class AccelerateStrategy(Strategy):
         Collective."""
         if not (self._memory_efficient_init and self._shards()):
             return self.accelerator.prepare(model, *args)
-        team = everybody()
+        ranks = everybody()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
 
         def ready() -> tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]:
             origins.remember_all(model)
-            return [origins.bindings(one, model) for one in optimizers], own_weights(model) if team.rank == 0 else None
+            return [origins.bindings(one, model) for one in optimizers], own_weights(model) if ranks.rank == 0 else None
 
-        bindings, own = team.agree("wrap_model()", ready)
+        bindings, own = ranks.agree("wrap_model()", ready)
         to_meta(model)
         for optimizer, places in zip(optimizers, bindings, strict=True):
             origins.bind(optimizer, places)  # it would keep the whole model

@@ -18,7 +18,7 @@ from shardow.base.checks import invalid
 from shardow.compat.files import torch_files
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.twinkle.helpers import fsdp_pretrained_load_context
-from shardow.compat.ways.stand_in import everybody, team_of
+from shardow.compat.ways.stand_in import everybody, ranks_of
 from shardow.model.parts import held_by
 from shardow.start.materialize import Request, fill_model
 
@@ -84,9 +84,9 @@ class Strategy(ABC):
         name fits nothing or a weight is missing.
         """
         inner = self.unwrap_model(model)
-        team = team_of(inner)
-        given = adapter_weights or team.rank == 0
-        found = team.agree(
+        ranks = ranks_of(inner)
+        given = adapter_weights or ranks.rank == 0
+        found = ranks.agree(
             "load_peft_weights()", lambda: _named(inner, adapter_weights or {}, adapter_name) if given else None
         )
         fill_model(Request("load_peft_weights()", inner, found, strict=False))
@@ -99,14 +99,14 @@ class Strategy(ABC):
         """The whole state into one file of torch.save(), which rank 0 writes; whole or not at all. Collective over all
         ranks.
         """
-        raw, team = _raw(optimizer), everybody()
+        raw, ranks = _raw(optimizer), everybody()
         if self.needs_wrapped_optimizer_state():
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state: Any = get_optimizer_state_dict(self.unwrap_model(model), raw, options=options)
         else:
             state = raw.state_dict()
-        team.agree(
-            "save_optimizer_checkpoint()", lambda: torch_files.write(state, output_path) if team.rank == 0 else None
+        ranks.agree(
+            "save_optimizer_checkpoint()", lambda: torch_files.write(state, output_path) if ranks.rank == 0 else None
         )
 
     def load_optimizer_checkpoint(
@@ -115,13 +115,12 @@ class Strategy(ABC):
         """What save_optimizer_checkpoint() wrote, here or in twinkle, at any number of ranks. Collective. Raises for
         other files.
         """
-        raw, team = _raw(optimizer), everybody()
+        raw, ranks = _raw(optimizer), everybody()
         wrapped = self.needs_wrapped_optimizer_state()
-        state = team.agree(
-            "load_optimizer_checkpoint()", lambda: torch_files.read(input_path) if team.rank == 0 or not wrapped else {}
-        )
+        reads = ranks.rank == 0 or not wrapped
+        state = ranks.agree("load_optimizer_checkpoint()", lambda: torch_files.read(input_path) if reads else {})
         if wrapped:
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=team.size > 1)
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks.size > 1)
             set_optimizer_state_dict(self.unwrap_model(model), raw, state, options=options)
         else:
             raw.load_state_dict(state)

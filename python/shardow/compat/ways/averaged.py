@@ -17,7 +17,7 @@ from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
 from shardow.compat.ways.follower import Choose, Follower, Rule, everything_saved
 from shardow.compat.ways.pairs import warn_of_rounding
-from shardow.compat.ways.stand_in import Behind, StandIn, needed, stand_in_for, team_of, whole_averages
+from shardow.compat.ways.stand_in import Behind, StandIn, needed, ranks_of, stand_in_for, whole_averages
 from shardow.compat.ways.twin import Twin
 from shardow.model.match import compare
 from shardow.model.names import clean_file_key, refuse_scripted
@@ -79,7 +79,7 @@ class Averaged(nn.Module):
             return super().load_state_dict(state_dict, strict, assign)
         own = dict(self.named_buffers(recurse=False))
         counters = {name: value for name, value in state_dict.items() if name in own}
-        self.module.core.team.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
+        self.module.core.ranks.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
         averages = {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own}
         load(self.module, averages, strict)
         for name, buffer in own.items():
@@ -104,7 +104,7 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
     sharded. ``what`` is for messages."""
     here = {clean_file_key(name) for name in module.state_dict()}
     fitting = [name for name in state if clean_file_key(name) in here]
-    team_of(module).agree(what, lambda: _refuse_parts(fitting, state, here, of_parts=isinstance(module, StandIn)))
+    ranks_of(module).agree(what, lambda: _refuse_parts(fitting, state, here, of_parts=isinstance(module, StandIn)))
     try:
         if isinstance(module, StandIn):
             _load_averages(module, state, strict)

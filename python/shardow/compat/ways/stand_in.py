@@ -21,13 +21,13 @@ from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, unsupported
 from shardow.compat.ways.follower import Change, Choose, Fate, Follower, Kind, Rule
 from shardow.compat.ways.pairs import copy_all
+from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
 from shardow.ema import EMA
 from shardow.model.groups import group_of_model
 from shardow.model.local import LocalTensor
 from shardow.model.modules import modes_kept
 from shardow.model.owners import has_fsdp
 from shardow.model.view import find
-from shardow.ranks.team import Team
 
 
 def needed(model: nn.Module, replicas: Replicas) -> bool:
@@ -260,28 +260,28 @@ def _memory(tracked: list[Tracked]) -> list[torch.Tensor]:
     return [one.averages[0] for one in tracked]
 
 
-def team_of(module: nn.Module) -> Team:
+def ranks_of(module: nn.Module) -> RankGroup:
     """Those that share a module, or what it stands in for."""
-    return module.core.team if isinstance(module, StandIn) else Team(group_of_model(module, None), None)
+    return module.core.ranks if isinstance(module, StandIn) else RankGroup(group_of_model(module, None), None)
 
 
-def refuse_copies(team: Team) -> None:
+def refuse_copies(ranks: RankGroup) -> None:
     """Raises NotImplementedError where a part of the averages is another rank's."""
-    if team.process_group is not None:
+    if ranks.process_group is not None:
         raise unsupported(
-            f"averages of a model that {team.size} ranks share can't be copied or pickled: each has a part; save() them"
+            f"averages of a model that {ranks.size} ranks share can't be copied or pickled: each has a part. Use save()"
         )
 
 
-def everybody(process_group: dist.ProcessGroup | None = None) -> Team:
+def everybody(process_group: dist.ProcessGroup | None = None) -> RankGroup:
     """Those of ``process_group``; None: all there are, each of which has a plain model, where one file is enough."""
-    return Team(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group, None)
+    return RankGroup(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group, None)
 
 
-def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | None = None) -> Team:
+def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | None = None) -> RankGroup:
     """everybody() for a new ``what`` ("DistEMA"): its calls meet its own alone. ValueError where ``facts`` differ.
     Collective.
     """
-    team = everybody(process_group)
-    team.same(f"{what}(...)", lambda: facts, what)
-    return team
+    ranks = everybody(process_group)
+    ranks.step(f"{what}(...)", lambda: Step(None, [EqualFacts(f"{what}(...)", facts, ranks), ranks.join(what)]))
+    return ranks

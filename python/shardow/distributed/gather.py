@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.checks import invalid
-from shardow.ranks.team import Team
-from shardow.ranks.transfers import begun, carrier, empty, finish
+from shardow.distributed.rank_group import RankGroup
+from shardow.distributed.transfers import begun, carrier, empty, finish
 
 _BLOCK = 16 << 20  # bytes of one message
 
@@ -37,18 +37,18 @@ class Part(NamedTuple):
 
 
 class Gatherer:
-    """Streams full tensors of ``parts`` to rank 0 of ``team``. ``parts`` are the same names in the same order on every
+    """Streams full tensors of ``parts`` to rank 0 of ``ranks``. ``parts`` are the same names in the same order on every
     rank. ``what``: the call, for messages. Collective."""
 
-    def __init__(self, what: str, parts: Sequence[Part], team: Team) -> None:
-        self._what, self._team = what, team
+    def __init__(self, what: str, parts: Sequence[Part], ranks: RankGroup) -> None:
+        self._what, self._ranks = what, ranks
         self._parts = list(parts)
         self._senders, self._mine = self._plan()
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """(name, full CPU tensor) on rank 0, (name, None) elsewhere. Collective: every rank must exhaust it."""
         for i, part in enumerate(self._parts):
-            if self._team.rank == 0:
+            if self._ranks.rank == 0:
                 yield part.name, self._receive(i)
             else:
                 if self._mine[i]:
@@ -59,7 +59,7 @@ class Gatherer:
     def everywhere(self, device_of: Callable[[str], torch.device]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) on every rank, on its ``device_of(name)``. Collective as stream()."""
         for part, (name, full) in zip(self._parts, self.stream(), strict=True):
-            yield name, self._team.broadcast(full, part.region.shape, part.flat.dtype, device_of(name))
+            yield name, self._ranks.broadcast(full, part.region.shape, part.flat.dtype, device_of(name))
 
     def whole(self, aliases: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
         """All of stream() on rank 0, each tensor under its name and its ``aliases``; {} elsewhere. Collective."""
@@ -75,16 +75,16 @@ class Gatherer:
             return [json.dumps([own, [] if r else senders]).encode() for r, own in enumerate(sends)]
 
         own = json.dumps([(part.name, part.region.encode().hex()) for part in self._parts]).encode()
-        sends, senders = json.loads(self._team.decide_each(self._what, own, orders))
+        sends, senders = json.loads(self._ranks.decide_each(self._what, own, orders))
         return [[(rank, _decoded(region)) for rank, region in who] for who in senders], sends
 
     def _move(self, how: Callable[..., dist.Work | None], block: torch.Tensor, peer: int, **options: int) -> None:
-        group, timeout = self._team.process_group, self._team.timeout
-        otherwise = f"a block between rank {self._team.rank} and rank {peer} did not arrive"
+        group, timeout = self._ranks.process_group, self._ranks.timeout
+        otherwise = f"a block between rank {self._ranks.rank} and rank {peer} did not arrive"
         finish(begun(lambda: how(block, group=group, **options), otherwise), timeout, otherwise)
 
     def _carrier(self, tensor: torch.Tensor) -> torch.device:
-        return carrier(self._team.process_group, tensor.device)
+        return carrier(self._ranks.process_group, tensor.device)
 
     def _receive(self, i: int) -> torch.Tensor:
         part = self._parts[i]

@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from shardow import _core, errors
 from shardow.base import signals
 from shardow.base.checks import invalid
-from shardow.ranks.transfers import begun, broadcast, carrier, finish
-from shardow.ranks.waiting import on_a_thread
+from shardow.distributed.abandonable_thread import on_a_thread
+from shardow.distributed.transfers import begun, broadcast, carrier, finish
 
 ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
 MISSING = "did not take part"
@@ -64,7 +64,7 @@ class StoreGroup(_core.StoreGroup):
 
         super().__init__(rank, ranks, served, signals.deliver, signals.put_off)
         self.ranks = ranks
-        self.joined = 0  # the highest number of those who act on these ranks; see Team.same()
+        self.joined = 0  # the highest number of those who act on these ranks; see RankGroup.same()
         self.moves_blocks = False
         self._process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
 

@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.progress import Progress
-from shardow.ranks.gather import Part, stretch, take
-from shardow.ranks.team import Team
-from shardow.ranks.transfers import begun, finish
+from shardow.distributed.gather import Part, stretch, take
+from shardow.distributed.rank_group import RankGroup
+from shardow.distributed.transfers import begun, finish
 
 _MESSAGE = 4 << 20  # bytes
 _ON_THE_WAY = 8
@@ -70,8 +70,8 @@ def behind(timeout: float) -> float:
 class _Side:
     """One rank's end. ``tag`` keeps what a failed stream has left on the way apart from the next one."""
 
-    def __init__(self, team: Team, device: torch.device, tag: int) -> None:
-        self._team, self._device, self._tag = team, device, tag
+    def __init__(self, ranks: RankGroup, device: torch.device, tag: int) -> None:
+        self._ranks, self._device, self._tag = ranks, device, tag
         self.failed: Exception | None = None
 
     def end(self) -> None:
@@ -88,23 +88,23 @@ class _Side:
 
     def send(self, data: torch.Tensor, rank: int) -> dist.Work | None:
         return begun(
-            lambda: dist.isend(data, group_dst=rank, group=self._team.process_group, tag=self._tag),
+            lambda: dist.isend(data, group_dst=rank, group=self._ranks.process_group, tag=self._tag),
             self._otherwise(rank),
         )
 
     def receive(self, data: torch.Tensor, rank: int) -> dist.Work | None:
         return begun(
-            lambda: dist.irecv(data, group_src=rank, group=self._team.process_group, tag=self._tag),
+            lambda: dist.irecv(data, group_src=rank, group=self._ranks.process_group, tag=self._tag),
             self._otherwise(rank),
         )
 
     def finish(self, work: dist.Work | None, rank: int, since: float | None = None) -> None:
         """``since``: when the wait began; None: now."""
         gone = 0.0 if since is None else time.monotonic() - since
-        finish(work, max(self._team.timeout - gone, _A_LOOK), self._otherwise(rank), self._team.timeout)
+        finish(work, max(self._ranks.timeout - gone, _A_LOOK), self._otherwise(rank), self._ranks.timeout)
 
     def _otherwise(self, rank: int) -> str:
-        return f"weights between rank {self._team.rank} and rank {rank} did not arrive"
+        return f"weights between rank {self._ranks.rank} and rank {rank} did not arrive"
 
 
 class _Recent:
@@ -137,7 +137,7 @@ class Server(_Side):
     def run(self, source: Mapping[str, torch.Tensor], own: Sequence[Fill], progress: Progress | None) -> None:
         """Fills ``own``, and sends the others what they want."""
         self._lost: set[int] = set()
-        self._heard = [time.monotonic()] * self._team.size  # the last sign of each rank
+        self._heard = [time.monotonic()] * self._ranks.size  # the last sign of each rank
         self._sent: deque[tuple[dist.Work | None, int, torch.Tensor, float]] = deque()
         wants = [[fill.want for fill in own], *self._wants()]
         total = sum(_core.Region.decode(want.region).size * want.dtype.itemsize for one in wants for want in one)
@@ -159,7 +159,7 @@ class Server(_Side):
 
     def _wants(self) -> list[list[Want]]:
         """(1), of ranks 1 and up; all are asked before one is waited for."""
-        peers = range(1, self._team.size)
+        peers = range(1, self._ranks.size)
         texts = self._received(dict.fromkeys(peers, 8))
         texts = self._received(
             {rank: int.from_bytes(texts[rank], "little") for rank in peers if rank not in self._lost}
@@ -235,7 +235,7 @@ class Client(_Side):
     def _until(self, most: int, own: Sequence[Fill]) -> None:
         while len(self._coming) > most:
             work, data, packed = self._coming.popleft()
-            self.finish(work, 0, time.monotonic() + behind(self._team.timeout))
+            self.finish(work, 0, time.monotonic() + behind(self._ranks.timeout))
             with self.keeping_step():
                 for piece in packed:
                     _target(piece, own).copy_(_inside(data, piece, own[piece.want].want.dtype))

@@ -14,7 +14,7 @@ import pytest
 from emulated import Emulated, emulated, on_all
 
 import shardow
-from shardow.ranks.store_group import StoreGroup
+from shardow.distributed.store_group import StoreGroup
 
 TIMEOUT = 60.0
 

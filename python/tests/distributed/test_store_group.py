@@ -18,7 +18,7 @@ from outcomes import Outcome, outcome
 
 import shardow
 from shardow import _core
-from shardow.ranks import store_group
+from shardow.distributed import store_group
 
 
 def judged() -> list[object]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardow import _core
-from shardow.ranks import stream
+from shardow.distributed import stream
 
 SHAPE = [6, 5]
 

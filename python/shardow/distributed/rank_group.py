@@ -1,28 +1,38 @@
-"""The ranks that keep one EMA together: agreement, deadlines, and what to say when somebody is missing. And what ranks
-compare in a round that they make anyway: each rank's words, and on one rank what all come to."""
+"""The ranks that keep one EMA together: steps that all of them make or none, deadlines, what to say when one is
+missing. And what ranks compare in a step: each rank's words, and on one rank what all come to."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import instance, invalid
-from shardow.ranks.store_group import ANSWER, MISSING, StoreGroup, store_group
-from shardow.ranks.transfers import begun, broadcast, carrier, default_timeout, empty, finish
+from shardow.distributed.store_group import ANSWER, MISSING, StoreGroup, store_group
+from shardow.distributed.transfers import begun, broadcast, carrier, default_timeout, empty, finish
 
 T = TypeVar("T")
 
 _NOTHING = "-"  # no note: where a key is not there, a store answers what it is compared with
 
 
-class Team:
+@dataclass
+class Step(Generic[T]):
+    """A step of one rank: its value, and what it compares with the other ranks."""
+
+    value: T
+    compared: Sequence[Comparison] = ()
+
+
+class RankGroup:
     """``process_group`` None: this process alone, where nothing waits and nothing is exchanged."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> None:
@@ -41,94 +51,67 @@ class Team:
         """In which this rank has met others; the same on every rank after each."""
         return _rounds(self.group)
 
-    def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
-        """fn() on every rank; raises on every rank if it raised on any, or if a rank is not there within the timeout.
-        The timeout begins when fn() is done. A rank whose fn() waited for others in vain waits no second time.
-        ``begun``: the ranks have begun this call together, so that who is missing did not forget it. ``behind``:
+    def step(self, what: str, prepare: Callable[[], Step[T]], begun: bool = False, behind: float = 0.0) -> T:
+        """Runs prepare() on every rank and returns its value, when all ranks have compared what their steps say.
+
+        Raises on every rank if it raised on any, if a comparison fails, or if a rank is not there within the timeout,
+        which begins when prepare() is done. A rank whose prepare() waited for others in vain waits no second time. One
+        round. ``begun``: the ranks have begun this call together, so that who is missing did not forget it. ``behind``:
         seconds beyond the timeout for a rank that does wait.
         """
-        done: list[T] = []
+        prepared: list[Step[T]] = []
+        joint = Joint()
 
-        def step() -> bytes:
-            done.append(fn())
-            return b""
+        def words() -> bytes:
+            prepared.append(prepare())
+            joint.parts = prepared[0].compared
+            return joint.words()
 
-        self._agreed(what, step, lambda _: b"", done, begun, behind)
-        return done[0]
-
-    def agree_on(self, what: str, fn: Callable[[], bytes], weigh: Callable[[list[bytes]], bytes]) -> bytes:
-        """agree(), and in the same round what ``weigh()`` makes, on one rank, of the bytes that fn() returned on each;
-        empty where all are. What weigh() raises is raised on all."""
-        done: list[bytes] = []
-
-        def step() -> bytes:
-            done.append(fn())
-            return done[0]
-
-        return self._agreed(what, step, weigh, done)
-
-    def _agreed(
-        self, what: str, step: Callable[[], bytes], weigh: Callable[[list[bytes]], bytes], done: Sequence[object],
-        begun: bool = False, behind: float = 0.0,
-    ) -> bytes:  # fmt: skip
-        """``done``: by this rank; empty where it waited for others in vain itself."""
         try:
-            return _core.agree_on(self.group, what + self._whose, self.timeout, step, weigh, behind)
+            total = self._agreed(what, words, joint.sum_up, behind)
         except TimeoutError as error:
-            if done and self.size > 1:
+            if prepared and self.size > 1:
                 raise _told(what, error, begun) from None
             raise
+        joint.take(total)
+        return prepared[0].value
 
-    def same(self, what: str, look: Callable[[], Mapping[str, Any]], joins: str = "") -> None:
-        """Raises on every rank where ranks differ in the facts (JSON values) that ``look()`` returns, naming the first
-        fact that differs and what each has, or whatever look() raises. ``joins``: from now on calls are those of one
-        such thing ("EMA"), with a number that no other of these ranks has; calls of different ones don't meet."""
-        facts: dict[str, Any] = {}
-        next_one = self.group.joined + 1 if isinstance(self.group, StoreGroup) else 0
+    def _agreed(
+        self, what: str, words: Callable[[], bytes], sum_up: Callable[[list[bytes]], bytes], behind: float = 0.0
+    ) -> bytes:
+        return _core.agree_on(self.group, what + self._whose, self.timeout, words, sum_up, behind)
 
-        def digest() -> bytes:
-            facts.update(look())
-            text = json.dumps(facts, sort_keys=True) if self.size > 1 else ""
-            return hashlib.sha256(text.encode()).digest() + next_one.to_bytes(8, "big")
+    def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
+        """Makes a step that compares nothing: fn() on every rank, or an error on all."""
+        return self.step(what, lambda: Step(fn()), begun, behind)
 
-        def highest(by_rank: list[bytes]) -> bytes:
-            alike = len({one[:32] for one in by_rank}) == 1
-            return max(one[32:] for one in by_rank) if alike else b""
-
-        agreed = self.agree_on(what, digest, highest)
-        if not agreed:
-
-            def refuse(texts: list[bytes]) -> bytes:
-                raise invalid(f"{what}: ranks disagree. {difference([json.loads(text) for text in texts])}")
-
-            self.decide(what, json.dumps(facts).encode(), refuse)
-        if joins and isinstance(self.group, StoreGroup):
-            self.group.joined = int.from_bytes(agreed, "big")
-            self._whose = f" of {joins} {self.group.joined}"
-
-    def compare(self, what: str, *parts: Words) -> list[bytes]:
-        """Returns what each of the comparisons comes to. Collective, one round."""
-        joint = Joint(*parts)
-        return joint.totals(self.agree_on(what, joint.words, joint.sum_up))
+    def join(self, thing: str) -> Comparison:
+        """Returns a comparison after which calls are those of one such thing ("EMA"), with a number that no other of
+        these ranks has: calls of different ones don't meet."""
+        return _Joined(self, thing)
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
         same error at once."""
         seconds = self.timeout if patience is None else min(patience, self.timeout)
-        return self.step(what, lambda: self.group.all_gather(mine, seconds))
+        return self.met(what, lambda: self.group.all_gather(mine, seconds))
 
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
-        return self.agree_on(what, step if self.rank == 0 else bytes, lambda words: words[0])
+        own = step if self.rank == 0 else bytes
+        try:
+            return self._agreed(what, own, lambda words: words[0])
+        except TimeoutError as error:
+            raise _told(what, error, False) from None
 
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
-        """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where nobody has any. What it
+        """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where no rank has any. What it
         raises is raised on all. Costs a rank the same however many there are."""
-        return self.step(what, lambda: self.group.decide(mine, lambda by_rank: (weigh(by_rank), ()), self.timeout)[0])
+        return self.met(what, lambda: self.group.decide(mine, lambda by_rank: (weigh(by_rank), ()), self.timeout)[0])
 
     def decide_each(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """decide(), where ``weigh()`` makes bytes for each rank: this rank's."""
-        return self.step(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
+        return self.met(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
 
     def broadcast(
         self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -145,8 +128,8 @@ class Team:
             finish(work, self.timeout, otherwise)
         return moved.to(device)
 
-    def step(self, what: str, meet: Callable[[], T]) -> T:
-        """``meet()``, in which the ranks meet, as a step of ``what``. Collective."""
+    def met(self, what: str, meet: Callable[[], T]) -> T:
+        """``meet()``, in which the ranks meet, as a round of ``what``. Collective."""
         try:
             self.group.begin(what + self._whose, self.timeout)
             return meet()
@@ -154,8 +137,8 @@ class Team:
             raise _told(what, error, True) from None
 
     def verb(self, what: str, run: Callable[[], T], group: _core.Group | None = None) -> T:
-        """``run()``, which does all rounds of ``what`` from its first on, with the ranks of ``group``, by default the
-        team's own. Collective."""
+        """``run()``, which does all rounds of ``what`` from its first on, with the ranks of ``group``, by default
+        its own. Collective."""
         group = group or self.group
         group.begin(what + self._whose, self.timeout)
         before = _rounds(group)
@@ -217,27 +200,50 @@ def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
     return errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
 
 
-class Words(Protocol):
+_DIFFERENT = b"!"
+_SHORT = 400  # bytes of facts that every rank sends: of words of that length the engine sends equal ones once
+
+
+class Comparison(ABC):
     """One comparison. What words() raises on one rank, and sum_up(), all raise."""
 
+    @abstractmethod
     def words(self) -> bytes:
         """Returns this rank's."""
 
+    @abstractmethod
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        """On one rank: what all ranks' words come to; b"" where all are empty."""
+        """Returns, on one rank, what the words of all ranks come to; b"" where all are empty."""
 
-    def taken(self, total: bytes) -> list[dict[str, str]]:
-        """On every rank, of what they came to: metadata of each file that is saved, or nothing. May raise on all, after
-        another round."""
-        return []
+    def take(self, total: bytes) -> None:  # noqa: B027
+        """Takes, on every rank, what they came to. May raise on all, after another round."""
 
 
-class Looked(Words, Protocol):
+class Joint(Comparison):
+    """Several in one round, in their order."""
+
+    def __init__(self, parts: Sequence[Comparison] = ()) -> None:
+        self.parts = parts
+
+    def words(self) -> bytes:
+        return _packed(part.words() for part in self.parts)
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        columns = zip(*(_unpacked(words, len(self.parts)) for words in by_rank), strict=True)
+        return _packed(part.sum_up([*words]) for part, words in zip(self.parts, columns, strict=True))
+
+    def take(self, total: bytes) -> None:
+        for part, own in zip(self.parts, _unpacked(total, len(self.parts)), strict=True):
+            part.take(own)
+
+
+class Looked(ABC):
     """Compares what this rank was given, once it has looked at that."""
 
-    _looked: Words
+    _looked: Comparison
 
-    def look(self) -> Words:
+    @abstractmethod
+    def look(self) -> Comparison:
         """Returns what ranks compare then; may raise."""
 
     def words(self) -> bytes:
@@ -248,50 +254,44 @@ class Looked(Words, Protocol):
         return self._looked.sum_up(by_rank)
 
 
-class Joint(Words):
-    """Several in one round, in their order."""
+class EqualFacts(Comparison):
+    """Facts that must be equal on all ranks: JSON values by name. ``ranks``: whose ranks tell each other long ones in
+    another round, where they differ; None: they are short."""
 
-    def __init__(self, *parts: Words) -> None:
-        self.parts = parts
-
-    def words(self) -> bytes:
-        return _packed(part.words() for part in self.parts)
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        columns = zip(*(_unpacked(words, len(self.parts)) for words in by_rank), strict=True)
-        return _packed(part.sum_up([*words]) for part, words in zip(self.parts, columns, strict=True))
-
-    def totals(self, total: bytes) -> list[bytes]:
-        """Returns what each of them comes to."""
-        return _unpacked(total, len(self.parts))
-
-
-NOTHING = Joint()  # is compared
-
-
-class SameFacts(Words):
-    """Few facts that must be equal: JSON values by name."""
-
-    def __init__(self, what: str, facts: dict[str, Any]) -> None:
-        self._what, self._facts = what, facts
+    def __init__(self, what: str, facts: Mapping[str, Any], ranks: RankGroup | None = None) -> None:
+        self._what, self._ranks = what, ranks
+        self._text = b"" if ranks is not None and ranks.size == 1 else json.dumps(facts, default=repr).encode()
 
     def words(self) -> bytes:
-        return json.dumps(self._facts, default=repr).encode()
+        is_long = self._ranks is not None and len(self._text) > _SHORT
+        return b"#" + hashlib.sha256(self._text).digest() if is_long else self._text
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        if len(set(by_rank)) > 1:
-            raise invalid(f"{self._what}: ranks disagree. {difference([json.loads(facts) for facts in by_rank])}")
-        return b""
+        if len(set(by_rank)) == 1:
+            return b""
+        if self._ranks is None or all(text.startswith(b"{") for text in by_rank):
+            self._refuse(by_rank)
+        return _DIFFERENT
+
+    def take(self, total: bytes) -> None:
+        if total and self._ranks is not None:
+            self._ranks.decide(self._what, self._text, self._refuse)
+
+    def _refuse(self, texts: list[bytes]) -> bytes:
+        raise invalid(f"{self._what}: ranks disagree. {_difference([json.loads(text) for text in texts])}")
 
 
-class SameUpdates(SameFacts):
+class EqualUpdates(Comparison):
     """How many updates ranks have made of their parts of the averages."""
 
     def __init__(self, what: str, updates: int) -> None:
-        super().__init__(what, {"updates": updates})
+        self._what, self._updates = what, updates
+
+    def words(self) -> bytes:
+        return str(self._updates).encode()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        counts = sorted(json.loads(text)["updates"] for text in by_rank)
+        counts = sorted(map(int, by_rank))
         if counts[0] < counts[-1]:
             raise invalid(
                 f"{self._what}: some ranks have made {counts[0]} updates of their parts of the averages, others "
@@ -299,6 +299,25 @@ class SameUpdates(SameFacts):
                 "last state on all of them"
             )
         return b""
+
+
+class _Joined(Comparison):
+    """The numbers of those who act on the same ranks; each rank knows of the last one."""
+
+    def __init__(self, ranks: RankGroup, thing: str) -> None:
+        self._ranks, self._thing = ranks, thing
+
+    def words(self) -> bytes:
+        group = self._ranks.group
+        return (group.joined + 1).to_bytes(8, "big") if isinstance(group, StoreGroup) else b""
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return max(by_rank)
+
+    def take(self, total: bytes) -> None:
+        if isinstance(self._ranks.group, StoreGroup):
+            number = self._ranks.group.joined = int.from_bytes(total, "big")
+            self._ranks._whose = f" of {self._thing} {number}"
 
 
 def _packed(texts: Iterable[bytes]) -> bytes:
@@ -315,7 +334,7 @@ def _unpacked(packed: bytes, count: int) -> list[bytes]:
     return texts or [b""] * count
 
 
-def difference(by_rank: list[dict[str, Any]]) -> str:
+def _difference(by_rank: list[dict[str, Any]]) -> str:
     """Returns the first fact that differs, and what two ranks have."""
     first = by_rank[0]
     for rank, other in enumerate(by_rank):

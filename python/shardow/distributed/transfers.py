@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import errors
-from shardow.ranks.waiting import Left, Overdue, beyond, wait_for
+from shardow.distributed.abandonable_thread import Left, Overdue, beyond, wait_for
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core
-from shardow.ranks import gather, team
-from shardow.ranks.gather import Gatherer, Part, place, stretch, take
-from shardow.ranks.team import Team
-from shardow.ranks.transfers import carrier
+from shardow.distributed import gather, rank_group
+from shardow.distributed.gather import Gatherer, Part, place, stretch, take
+from shardow.distributed.rank_group import RankGroup
+from shardow.distributed.transfers import carrier
 
 SHAPE = (3000, 2000)  # of which rank 1 holds 20 MB: two blocks
 
@@ -27,7 +27,7 @@ def gathered() -> dict[str, bool]:
     take(values.view(SHAPE), region, part.flat)
     return {
         name: torch.equal(full.view(-1), values)
-        for name, full in Gatherer("a test", [part], Team(dist.group.WORLD, 60.0)).whole({}).items()
+        for name, full in Gatherer("a test", [part], RankGroup(dist.group.WORLD, 60.0)).whole({}).items()
     }
 
 
@@ -43,10 +43,10 @@ def carried() -> list[str]:
     asked = [str(carrier(alone, torch.device(device))) for device in ("cpu", "cuda:1")]
     with pytest.MonkeyPatch.context() as patch:
         went: list[str] = []
-        for module in (gather, team):
+        for module in (gather, rank_group):
             patch.setattr(module, "carrier", lambda group, device: (went.append(str(device)), device)[1])
         gathered()
-        Team(dist.group.WORLD, 60.0).broadcast(
+        RankGroup(dist.group.WORLD, 60.0).broadcast(
             torch.ones(2) if dist.get_rank() == 0 else None, [2], torch.float32, torch.device("cpu")
         )
     return [*asked, *went]
@@ -91,4 +91,4 @@ def test_a_stretch_is_a_view_where_the_elements_lie_one_after_another() -> None:
 def test_regions_that_leave_a_hole_are_refused_by_the_tensors_name() -> None:
     region = _core.Region.whole([4, 3]).window(0, 6)
     with pytest.raises(ValueError, match=r"'t' of shape \(4, 3\): ranks' regions overlap or leave holes \(6 elem"):
-        Gatherer("a test", [Part("t", torch.zeros(6), region)], Team(None, None))
+        Gatherer("a test", [Part("t", torch.zeros(6), region)], RankGroup(None, None))

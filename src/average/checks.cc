@@ -134,8 +134,7 @@ void check_devices(std::span<const TensorView> parameters, const AverageOptions&
     if (replicated) {
       fail(Code::kUnsupported,
            "'{}' is on CUDA device {}: AverageOptions.replicas moves host memory alone; divide the regions yourself "
-           "(Region::part()), and "
-           "all-gather the parts with the collectives of your framework",
+           "(Region::part()), and all-gather the parts with the collectives of your framework",
            view.name, view.device.index);
     }
     if (is_other(view)) continue;
@@ -208,9 +207,7 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
     };
     fail(Code::kInvalidArgument,
          "{} and {} share memory: {} bytes of the one lie in the other. Give each its own; of weights that are tied, "
-         "average one and let "
-         "the "
-         "others follow it",
+         "average one and let the others follow it",
          said(one), said(other), std::min(one.end, other.end) - other.begin);
   }
 }

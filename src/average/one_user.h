@@ -40,8 +40,7 @@ class OneUser {
       if (user == nullptr || user == &mark_) return;
       base::fail(Code::kInvalidArgument,
                  "{} of the averages of {} while another thread is in a call of theirs: one thread uses an Average at "
-                 "a time; let the threads "
-                 "take turns (a std::mutex around the calls)",
+                 "a time; let the threads take turns (a std::mutex around the calls)",
                  call, one_.whose_);
     }
     ~Use() {

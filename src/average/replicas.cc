@@ -41,8 +41,7 @@ std::string other_views(const std::vector<std::string>& by_rank) {
     if (const int64_t theirs = other.number(); theirs != updates) {
       base::fail(Code::kInvalidArgument,
                  "swap_in(): replica 0 has made {} updates of its part of the averages, replica {} {}; call update() "
-                 "on every replica after "
-                 "each step",
+                 "on every replica after each step",
                  updates, rank, theirs);
     }
     same = same && other.number() == digest;
@@ -61,8 +60,7 @@ void refuse_views(Group& replicas, std::span<const TensorView> views, Deadline d
       if (name == other_name && is == other_is) continue;
       base::fail(Code::kInvalidArgument,
                  "swap_in(): '{}', {}, on replica 0 is '{}', {}, on replica {}; give all of AverageOptions.replicas "
-                 "the same views in the same "
-                 "order",
+                 "the same views in the same order",
                  name, is, other_name, other_is, rank);
     }
   }

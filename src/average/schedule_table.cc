@@ -59,8 +59,7 @@ Factors half_life_in_samples(In x, const Progress& progress) {
   if (!(progress.delta_samples > 0)) {
     base::fail(Code::kInvalidArgument,
                "a half-life in samples needs update(samples=), the training samples seen so far, and more of them at "
-               "every update; got {} "
-               "after {}",
+               "every update; got {} after {}",
                progress.samples, progress.samples - progress.delta_samples);
   }
   return half_life(progress.delta_samples, x[0]);

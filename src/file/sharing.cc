@@ -241,12 +241,4 @@ std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::st
   return tensors;
 }
 
-std::shared_ptr<const std::vector<Shared>> share(Group& group, std::span<const TensorView> views,
-                                                 milliseconds timeout) {
-  const Holding held(views);
-  const auto decide = [](const std::vector<std::string>& words) { return Group::Decision{sum_up(words)}; };
-  const std::string summary = group.decide(held.words(group.rank()), decide, base::after(timeout)).common;
-  return std::make_shared<const std::vector<Shared>>(shared_from(group, held, summary, timeout));
-}
-
 }  // namespace shardow::file

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -33,11 +32,5 @@ std::string sum_up(std::span<const std::string> by_rank);
 /// differ in a tensor's dtype or shape, or one has a name twice. Collective.
 std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said,
                                 std::chrono::milliseconds timeout);
-
-/// Returns every tensor that some rank has, ascending by name, from all ranks' views. Up to two rounds, of `timeout`
-/// each. Collective. Throws kInvalidArgument on every rank where ranks differ in a tensor's dtype or shape, or one has
-/// a name twice.
-std::shared_ptr<const std::vector<Shared>> share(Group& group, std::span<const TensorView> views,
-                                                 std::chrono::milliseconds timeout);
 
 }  // namespace shardow::file

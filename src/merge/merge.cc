@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <span>
@@ -69,18 +68,50 @@ comm::Comparison same_plan(const Group& group, const std::optional<Plan>& plan, 
   return {words, compare};
 }
 
-/// The plan that all ranks have, or an error on all, also of what check() throws. One round.
-Plan agreed_plan(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype, Deadline deadline,
-                 const std::function<void()>& check) {
-  std::optional<Plan> plan;
-  const comm::Comparison same = same_plan(group, plan, {});
-  const auto make = [&] {
-    plan.emplace(std::move(inputs), dtype);
-    check();
-    return same.words();
+constexpr int64_t kStrict = 1, kVerify = 2, kCheckOnly = 4;
+
+/// A merge as all ranks make it, and what they want of it. What one of them asks for, all do.
+struct Agreed {
+  std::optional<Plan> plan = {};
+  std::vector<file::Shared> wanted = {};
+  int64_t asked = 0;
+};
+
+/// Throws on every rank where inputs differ, or a tensor has no memory. One round, where all want the same tensors.
+Agreed agree_on(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype,
+                std::span<const TensorView> tensors, const LoadOptions& options) {
+  Agreed agreed;
+  std::optional<file::Holding> held;
+  const comm::Comparison same = same_plan(group, agreed.plan, {});
+  const auto look = [&] {
+    agreed.plan.emplace(std::move(inputs), dtype);
+    file::check_memory(tensors);
+    comm::Sender out;
+    out.number((options.strict ? kStrict : 0) | (options.verify ? kVerify : 0) | (options.check_only ? kCheckOnly : 0));
+    out.text(same.words());
+    out.text(held.emplace(tensors).words(group.rank()));
+    return out.bytes();
   };
-  comm::agree_on(group, deadline, make, same.sum_up);
-  return *std::move(plan);
+  const auto sum_up = [&](const std::vector<std::string>& by_rank) {
+    int64_t asked = 0;
+    std::vector<std::string> plans, holdings;
+    for (const std::string& words : by_rank) {
+      comm::Receiver in(words);
+      asked |= in.number();
+      plans.push_back(in.text());
+      holdings.push_back(in.text());
+    }
+    same.sum_up(plans);
+    comm::Sender out;
+    out.number(asked);
+    out.text(file::sum_up(holdings));
+    return out.bytes();
+  };
+  const std::string sum = comm::agree_on(group, base::after(options.timeout), look, sum_up);
+  comm::Receiver in(sum);
+  agreed.asked = in.number();
+  agreed.wanted = file::shared_from(group, *held, in.text(), options.timeout);
+  return agreed;
 }
 
 /// The merge's tensors, as a file would have them.
@@ -359,7 +390,7 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
   const auto begin = base::now();
   group.begin("merge()", options.timeout);
   if (options.check_only)
-    return agreed_plan(group, std::move(inputs), options.dtype, base::after(options.timeout), [] {}).report();
+    return agree_on(group, std::move(inputs), options.dtype, {}, {.timeout = options.timeout}).plan->report();
   std::optional<Plan> plan;
   std::optional<Sums> sums;
   file::Producer producer;
@@ -396,18 +427,14 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
                        const LoadOptions& options) {
   const auto begin = base::now();
   group.begin("load()", options.timeout);
-  // What the inputs differ in, the tensors here decide: sums are rounded to their dtypes.
-  const Plan plan = agreed_plan(group, std::move(inputs), DType::kF64, base::after(options.timeout),
-                                [&] { file::check_memory(tensors); });
-  const auto shared = file::share(group, tensors, options.timeout);
-  const std::vector<file::Shared>& wanted = *shared;
-  // What one rank asks for, all do.
-  std::array<uint64_t, 3> asked = {options.strict, options.verify, options.check_only};
-  group.all_reduce(asked, Group::Op::kMax, base::after(options.timeout));
-  const auto [strict, verify, check_only] = asked;
-  LoadReport report = file::match(wanted, as_stored(plan), strict != 0, "the merge", "the inputs").report;
+  // The dtypes of the tensors decide: sums are rounded to those.
+  const Agreed load = agree_on(group, std::move(inputs), DType::kF64, tensors, options);
+  const Plan& plan = *load.plan;
+  const std::vector<file::Shared>& wanted = load.wanted;
+  LoadReport report =
+      file::match(wanted, as_stored(plan), (load.asked & kStrict) != 0, "the merge", "the inputs").report;
   report.metadata[kMergeKey] = plan.provenance("");
-  if (check_only != 0) return report;
+  if ((load.asked & kCheckOnly) != 0) return report;
   std::vector<bool> read_once(plan.tensors().size(), false);
   int64_t total = 0;
   for (const file::Shared& one : wanted) {
@@ -427,7 +454,7 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
     views.push_back(view);
     counted.push_back(piece != one.pieces.end() && piece->holders.front() == group.rank());
   }
-  Sums sums(plan, verify != 0);
+  Sums sums(plan, (load.asked & kVerify) != 0);
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
   comm::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });

@@ -177,9 +177,7 @@ std::vector<const Saved*> ends_of(const std::vector<Saved>& saved) {
   for (const Saved* end : ends) listed.push_back(fmt::format("step {} ({})", end->step, end->path.filename().string()));
   fail(Code::kInvalidArgument,
        "{} has snapshots of {} runs that went on beside each other, and which one is meant is not known: give the "
-       "step, of one of their "
-       "last: "
-       "{}; or keep each run's in a directory of its own",
+       "step, of one of their last: {}; or keep each run's in a directory of its own",
        directory.string(), ends.size(), fmt::join(listed, ", "));
 }
 

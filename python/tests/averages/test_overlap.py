@@ -280,6 +280,7 @@ def test_threads_descriptors_and_memory_stay_as_they_are() -> None:
     model, optimizer, ema = make()
     train(model, optimizer, 1)
     ema.stats()
+    gc.collect()  # what other tests left has threads
     before = trainings.process()
     for step in range(10_000):
         train(model, optimizer, step)

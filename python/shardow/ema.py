@@ -193,12 +193,14 @@ class EMA:
 
     def module(self) -> nn.Module:
         """Returns the teacher: ``averages``, or for a plain or DDP model a copy of it whose parameters are the averages
-        themselves, made once; call it between updates. Local. With replicas ``replicas="copy"``. Buffers as
-        ``buffers`` says; frozen weights are copied once. From here on the EMA is not swapped, nor copied or pickled.
+        themselves, made once, before update() is captured; call it between updates. All of it is in the averages'
+        dtype. Local. With replicas ``replicas="copy"``. Buffers as ``buffers`` says; frozen weights are copied once.
+        From here on the EMA is not swapped, nor copied or pickled.
 
         Raises:
-            NotImplementedError: the model is sharded: make the teacher as it is made, and pass ``averages=``; averages
-                on another device than the weights. ValueError: several decays, replicas that divide the averages.
+            NotImplementedError: the model is sharded: make the teacher as it is made, and pass ``averages=``; several
+                decays, averages on another device than the weights; a module that copy.deepcopy() does not copy.
+            ValueError: replicas that divide the averages.
         """
         return self._averages.module()
 
@@ -316,14 +318,9 @@ class EMA:
         return engine.write_in_background(find, path, self._averages.ranks, progress=progress)
 
     def load(
-        self,
-        path: paths.StrPath,
-        strict: bool = True,
-        *,
-        verify: bool = True,
-        options: OptionsFrom = "file",
+        self, path: paths.StrPath, strict: bool = True, *, verify: bool = True, options: OptionsFrom = "file",
         progress: Progress | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective.
 
         Args:

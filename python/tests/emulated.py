@@ -61,7 +61,7 @@ class Emulated(StoreGroup):
     """One rank. ``store``: a connection to the one of all ranks. ``stores``: its own, which are counted."""
 
     def agree(self, call: str, timeout: float, fn: Callable[[], Any] = lambda: None) -> Any:
-        """Returns fn() of this rank, as Team.agree()."""
+        """Returns fn() of this rank, as RankGroup.agree()."""
         done: list[Any] = []
 
         def step() -> bytes:

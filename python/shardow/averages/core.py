@@ -82,6 +82,7 @@ class Averages:
         self.teacher, self.swap.has_teacher = teacher, True
         teacher.start(self.begin, self.wait if self.options.overlap else None)
 
+    @torch.inference_mode(False)
     def module(self) -> nn.Module:
         """See EMA.module()."""
         if self.teacher is None:

@@ -184,7 +184,7 @@ class EqualStates(Comparison):
         return self._words.words if self._ranks.size > 1 else b""
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._words.sum_up(by_rank) if self._ranks.size > 1 else b""
+        return self._words.sum_up(by_rank) if all(by_rank) else b""  # where a rank has none, facts say so
 
     def take(self, total: bytes) -> None:
         """Collective: a round where options or facts differ."""

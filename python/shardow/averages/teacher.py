@@ -4,6 +4,7 @@ second set of them."""
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -15,6 +16,7 @@ from shardow.averages.options import Options
 from shardow.averages.tracked import Arena, Tracked
 from shardow.base.checks import first_of, invalid, one_of, unsupported
 from shardow.distributed.gather import Part
+from shardow.model.local import oddity
 from shardow.model.match import compare
 from shardow.model.owners import has_fsdp
 from shardow.model.parts import Saveable, held_by
@@ -27,6 +29,7 @@ Begin = Literal["student", "teacher"]
 Names = Callable[[str], str] | Mapping[str, str]
 
 _CALL = "EMA(averages=...)"
+_YOURSELF = "copy the model yourself, then EMA(model, averages=the_copy)"
 _LIKE = "Make the teacher as the student is made: copy.deepcopy() of the module, then the same sharding"
 
 #: Maps an address to the Teacher whose average lies there, which keeps that memory.
@@ -62,7 +65,7 @@ class Teacher(Arena):
     def take(self, tracked: Sequence[Tracked], options: Options) -> None:
         """Makes the teacher's tensors the averages of ``tracked``; writes nothing. Raises where a tensor is missing, or
         is another part."""
-        if len(options.schedules) > 1 or options.device is not None:
+        if len(options.schedules) > 1 or (options.device is not None and any(row.arena is None for row in tracked)):
             raise invalid(f"{_CALL}: a teacher has one average, with its weights; leave device= and further decays out")
         if options.replicas == "split" and any(row.local.replicas for row in tracked):
             raise invalid(f"{_CALL}: every replica has the whole teacher, and averages it: replicas='copy'")
@@ -138,14 +141,26 @@ class Teacher(Arena):
 def copy_over(model: nn.Module, tracked: Sequence[Tracked]) -> nn.Module:
     """Returns a copy of the model whose averaged tensors are the averages; nothing is copied for them."""
     rows = {name: row for row in tracked for name in (row.name, *row.local.aliases)}
-    averaged = [slot for slot in slots(model) if slot.name in rows]
-    if has_fsdp(model) or any(hasattr(slot.recorded, "_local_tensor") for slot in averaged):
+    if has_fsdp(model) or any(hasattr(slot.recorded, "_local_tensor") for slot in slots(model)):
         raise unsupported("module(): the model is sharded; make the teacher like it, and EMA(model, averages=teacher)")
     if divided := [row.name for row in tracked if not row.is_whole]:
         raise invalid(f"module(): {first_of(divided)} is divided among replicas; EMA(model, replicas='copy')")
-    averages: dict[int, torch.Tensor] = {}
-    for slot in averaged:
-        average = rows[slot.name].averages[0].view(slot.recorded.shape)
-        is_parameter = slot.kind == "parameter"
-        averages[id(slot.recorded)] = nn.Parameter(average, requires_grad=False) if is_parameter else average
-    return copy.deepcopy(model, averages).requires_grad_(False)
+    if any(row.is_offloaded or row.is_copied or len(row.averages) > 1 for row in tracked):
+        raise unsupported("module(): a teacher has one average, beside its weights; leave device= and more decays out")
+    copies: dict[int, torch.Tensor] = {}
+    for slot in slots(model):
+        value, row = slot.recorded.detach(), rows.get(slot.name)
+        if row is not None:
+            value = row.averages[0].view(value.shape)
+        elif value.is_floating_point() and not oddity(value):
+            value = value.to(tracked[0].averages[0].dtype, memory_format=torch.contiguous_format, copy=True)
+        else:
+            continue
+        copies[id(slot.recorded)] = nn.Parameter(value, False) if slot.kind == "parameter" else value
+    made, averages = copy.deepcopy(model, dict(copies)), {id(tensor) for tensor in copies.values()}
+    shared = {id(slot.recorded) for slot in slots(model)} & {id(slot.recorded) for slot in slots(made)}
+    if shared or any(id(slot.recorded) not in averages for slot in slots(made) if slot.name in rows):
+        raise unsupported(f"module(): a module with a __deepcopy__() that copies otherwise; {_YOURSELF}")
+    if any(inspect.isfunction(vars(module).get("forward")) for module in made.modules()):
+        raise unsupported(f"module(): a module whose forward is replaced (torch.compile(model.forward)); {_YOURSELF}")
+    return made.requires_grad_(False)

@@ -29,7 +29,7 @@ from shardow.base.checks import instance, invalid
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import Comparison, EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import Comparison, EqualFacts, Joint, RankGroup, Step
 from shardow.ema import EMA
 from shardow.files.engine import FileParts, with_extra
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
@@ -119,16 +119,17 @@ def files_to_save(
 ) -> tuple[list[FileParts], dict[str, str]]:
     """(files, texts) of a step. ``asked()``: what the call was given; may raise. Collective."""
 
-    def look() -> Step[tuple[Given, _Mine, _Longest, _Trees, list[EqualStates]]]:  # (1)
+    def look() -> Step[tuple[Given, _Mine, _Longest, _Trees, EqualStates | None]]:  # (1)
         given = asked()
         mine = _look(given, state, ranks)
-        averages = _of_the_same_ranks(given, ranks)
-        keys = [] if given.averages is None else list(given.averages._averages.keys)
+        own = None if given.averages is None else given.averages._averages
+        averages = own if own is not None and own.ranks.group is ranks.group else None
+        keys = [] if own is None else list(own.keys)
         copies = EqualCopies(WHAT, _common(mine, averages), ranks)
         facts = EqualFacts(WHAT, _facts(step, mine, keys), ranks)
         longest, trees = _Longest(mine.random), _Trees(mine.trees, ranks)
-        states = [] if averages is None else [averages.states(WHAT, {})]
-        return Step((given, mine, longest, trees, states), [copies, facts, longest, trees, *states])
+        states = None if averages is None else averages.states(WHAT, {})
+        return Step((given, mine, longest, trees, states), [copies, facts, longest, trees, states or Joint()])
 
     given, found, longest, joined, states = ranks.step(WHAT, look)
     length, trees = longest.length, joined.trees
@@ -136,7 +137,7 @@ def files_to_save(
     metadata = {manifest.SAVE: save, manifest.STEP: str(step)}
     averages = {}  # (2)
     if given.averages is not None:
-        state_of_all = states[0].state if states else None
+        state_of_all = None if states is None else states.state
         averages = to_save_beside(given.averages._averages, WHAT, metadata, ranks, state_of_all)
     row = torch.frombuffer(bytearray(found.random.ljust(length)), dtype=torch.uint8)
     region = _core.Region.grid([ranks.size, length], [[(ranks.rank, ranks.rank + 1)], [(0, length)]])
@@ -175,11 +176,6 @@ def _look(given: Given, state: Mapping[str, Any], ranks: RankGroup) -> _Mine:
     return _Mine(
         held, optimizer, trees, values, scheduler, plain.encode(dict(state), "state", values.whole), generators.states()
     )
-
-
-def _of_the_same_ranks(given: Given, ranks: RankGroup) -> Averages | None:
-    averages = None if given.averages is None else given.averages._averages
-    return averages if averages is not None and averages.ranks.group is ranks.group else None
 
 
 def _common(mine: _Mine, averages: Averages | None) -> list[Common | None]:

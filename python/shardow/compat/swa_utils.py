@@ -172,11 +172,6 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
 
 
 __all__ = [
-    "SWALR",
-    "AveragedModel",
-    "get_ema_avg_fn",
-    "get_ema_multi_avg_fn",
-    "get_swa_avg_fn",
-    "get_swa_multi_avg_fn",
+    "SWALR", "AveragedModel", "get_ema_avg_fn", "get_ema_multi_avg_fn", "get_swa_avg_fn", "get_swa_multi_avg_fn",
     "update_bn",
-]
+]  # fmt: skip

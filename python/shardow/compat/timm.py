@@ -35,14 +35,9 @@ class ModelEma:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        decay: float = 0.9999,
-        device: Any = "",
-        resume: str | Path = "",
-        *,
+        self, model: nn.Module, decay: float = 0.9999, device: Any = "", resume: str | Path = "", *,
         replicas: Replicas = "copy",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._follower = follow(model, "two_products", device=device or None, replicas=replicas)
         self.ema = self._follower.module.eval()
         self.decay = decay

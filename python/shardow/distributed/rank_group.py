@@ -68,18 +68,13 @@ class RankGroup:
             return joint.words()
 
         try:
-            total = self._agreed(what, words, joint.sum_up, behind)
+            total = _core.agree_on(self.group, what + self._whose, self.timeout, words, joint.sum_up, behind)
         except TimeoutError as error:
             if prepared and self.size > 1:
                 raise _told(what, error, begun) from None
             raise
         joint.take(total)
         return prepared[0].value
-
-    def _agreed(
-        self, what: str, words: Callable[[], bytes], sum_up: Callable[[list[bytes]], bytes], behind: float = 0.0
-    ) -> bytes:
-        return _core.agree_on(self.group, what + self._whose, self.timeout, words, sum_up, behind)
 
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
         """Makes a step that compares nothing: fn() on every rank, or an error on all."""
@@ -98,11 +93,12 @@ class RankGroup:
 
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
-        own = step if self.rank == 0 else bytes
-        try:
-            return self._agreed(what, own, lambda words: words[0])
-        except TimeoutError as error:
-            raise _told(what, error, False) from None
+
+        def prepare() -> Step[_First]:
+            first = _First(step() if self.rank == 0 else b"")
+            return Step(first, [first])
+
+        return self.step(what, prepare).text
 
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where no rank has any. What it
@@ -263,15 +259,15 @@ class EqualFacts(Comparison):
         self._text = b"" if ranks is not None and ranks.size == 1 else json.dumps(facts, default=repr).encode()
 
     def words(self) -> bytes:
-        is_long = self._ranks is not None and len(self._text) > _SHORT
-        return b"#" + hashlib.sha256(self._text).digest() if is_long else self._text
+        if self._ranks is None or len(self._text) <= _SHORT:
+            return self._text
+        return b"#" + hashlib.sha256(_sorted(self._text)).digest()
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        if len(set(by_rank)) == 1:
+        is_whole = self._ranks is None or all(text.startswith(b"{") for text in by_rank)
+        if len({*map(_sorted, by_rank)} if is_whole else {*by_rank}) == 1:
             return b""
-        if self._ranks is None or all(text.startswith(b"{") for text in by_rank):
-            self._refuse(by_rank)
-        return _DIFFERENT
+        return self._refuse(by_rank) if is_whole else _DIFFERENT
 
     def take(self, total: bytes) -> None:
         if total and self._ranks is not None:
@@ -301,6 +297,22 @@ class EqualUpdates(Comparison):
         return b""
 
 
+class _First(Comparison):
+    """Gives every rank the text of rank 0."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+    def words(self) -> bytes:
+        return self.text
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return by_rank[0]
+
+    def take(self, total: bytes) -> None:
+        self.text = total
+
+
 class _Joined(Comparison):
     """The numbers of those who act on the same ranks; each rank knows of the last one."""
 
@@ -320,6 +332,11 @@ class _Joined(Comparison):
             self._ranks._whose = f" of {self._thing} {number}"
 
 
+def _sorted(facts: bytes) -> bytes:
+    """Returns them by name: the order in which a rank has them is no difference."""
+    return json.dumps(json.loads(facts or b"{}"), sort_keys=True).encode()
+
+
 def _packed(texts: Iterable[bytes]) -> bytes:
     each = [*texts]
     return b"".join(len(text).to_bytes(8, "little") + text for text in each) if any(each) else b""
@@ -331,7 +348,7 @@ def _unpacked(packed: bytes, count: int) -> list[bytes]:
         end = at + 8 + int.from_bytes(packed[at : at + 8], "little")
         texts.append(packed[at + 8 : end])
         at = end
-    return texts or [b""] * count
+    return texts[:count] or [b""] * count  # a rank that compares less goes by what it compares
 
 
 def _difference(by_rank: list[dict[str, Any]]) -> str:

@@ -64,7 +64,7 @@ class StoreGroup(_core.StoreGroup):
 
         super().__init__(rank, ranks, served, signals.deliver, signals.put_off)
         self.ranks = ranks
-        self.joined = 0  # the highest number of those who act on these ranks; see RankGroup.same()
+        self.joined = 0  # the highest number of those who act on these ranks; see RankGroup.join()
         self.moves_blocks = False
         self._process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
 

@@ -377,3 +377,49 @@ def test_module_keeps_ties_frozen_weights_and_its_own_dtype_and_says_what_it_is_
         shardow.EMA(nn.Linear(1, 1), 0.9, averages={"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}).module()
     with pytest.raises(shardow.Error, match="a teacher has one average"):
         shardow.EMA(student, [0.9, 0.99]).module()
+
+
+class Rebuilt(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        made = Rebuilt(self.in_features, self.out_features)
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+class Shared(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return self
+
+
+@pytest.mark.parametrize("kind", [Rebuilt, Shared, nn.Linear])
+def test_module_of_what_copies_otherwise_is_refused_and_leaves_the_ema_and_the_student_as_they_were(
+    kind: type[nn.Linear],
+) -> None:
+    student = nn.Sequential(nn.Linear(2, 2), kind(2, 2))
+    if kind is nn.Linear:
+        forward = student[1].forward
+        student[1].forward = lambda *inputs: forward(*inputs)
+    ema = shardow.EMA(student, 0.5)
+    with pytest.raises(
+        shardow.Error, match=r"a module (with a __deepcopy__|whose forward is replaced).*averages=the_co"
+    ):
+        ema.module()
+    assert all(parameter.requires_grad for parameter in student.parameters())
+    for parameter in student.parameters():
+        parameter.data.mul_(3)
+    ema.update()
+    torch.testing.assert_close(ema.state_dict()["averages"]["1.weight"], student[1].weight.detach() * 2 / 3)
+    with ema.swapped():
+        pass
+
+
+def test_module_is_called_in_the_averages_dtype_whatever_is_frozen_strided_or_made_in_inference_mode() -> None:
+    frozen = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).requires_grad_(False)
+    student = nn.Sequential(frozen, nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2)).bfloat16()
+    ema = shardow.EMA(student, 0.5)
+    with torch.inference_mode():
+        teacher = ema.module()
+    assert teacher(torch.randn(2, 3, 3, 3)).dtype == torch.float32
+    student[1].running_mean.fill_(3)
+    ema.update()
+    assert teacher[1].running_mean.tolist() == [3] * 4

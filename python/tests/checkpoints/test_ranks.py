@@ -51,6 +51,8 @@ def saved(how: str, out: Path) -> Outcome:
             run.optimizer.state[run.optimizer.param_groups[0]["params"][0]]["step"] += 1
         elif how == "plain":
             parts["state"] = {"lr": print}
+        elif how == "averages on one":
+            parts["averages"] = None
     found = outcome(lambda: checkpoints.save(**parts))
     assert checkpoints.latest() == 2
     return found
@@ -68,6 +70,7 @@ def saved(how: str, out: Path) -> Outcome:
         ("weights", "'0.weight' has other values on rank 0 than on rank 1"),
         ("steps of a state", "has other values on rank 0 than on rank 1"),
         ("plain", "state.lr is a builtins"),
+        ("averages on one", "averages= is ["),
     ],
 )
 def test_ranks_that_disagree_all_raise_and_say_about_what(how: str, says: str, tmp_path: Path) -> None:
@@ -75,6 +78,18 @@ def test_ranks_that_disagree_all_raise_and_say_about_what(how: str, says: str, t
         assert kind in ("InvalidArgumentError", "PeerFailedError")
         assert says in message
         assert seconds < DEADLINE
+
+
+def saved_in_another_order(out: Path) -> int | None:
+    values = [(f"value {i}", i) for i in range(40)]  # more than travels whole
+    state = dict(values if dist.get_rank() == 0 else reversed(values))
+    shardow.Checkpoints(out).save(1, torch.nn.Linear(2, 2).requires_grad_(False), state=state)
+    return shardow.Checkpoints(out).latest()
+
+
+def test_the_order_of_values_is_no_difference_between_ranks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert ranks.run(2, saved_in_another_order, tmp_path) == [1, 1]
 
 
 def restored(how: str, out: Path) -> tuple[Outcome, bool]:

@@ -28,12 +28,8 @@ WRAPPED_CLASSES = {
 
 #: Classes whose activations are recomputed, by name: BAGEL's.
 CHECKPOINTED_CLASSES = {
-    "MLPconnector",
-    "Qwen2DecoderLayer",
-    "Qwen2MoEDecoderLayer",
-    "Qwen2MoTDecoderLayer",
-    "SiglipEncoderLayer",
-}
+    "MLPconnector", "Qwen2DecoderLayer", "Qwen2MoEDecoderLayer", "Qwen2MoTDecoderLayer", "SiglipEncoderLayer",
+}  # fmt: skip
 
 
 def fsdp_wrapper(

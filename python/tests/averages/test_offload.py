@@ -171,7 +171,7 @@ def test_memory_that_is_read_stays() -> None:
 def test_buffers_are_read_before_the_next_forward_writes_them(attached: bool) -> None:
     import shardow
 
-    with Device(9) as device:
+    with Device(2) as device:
         models = [nn.Sequential(nn.Linear(40, 41), nn.BatchNorm1d(41)) for _ in range(2)]
         models[1].load_state_dict(models[0].state_dict())
         device.hold(models[0])

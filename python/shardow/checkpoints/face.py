@@ -44,14 +44,9 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        directory: paths.StrPath,
-        keep: int | None = 3,
-        keep_every: int | None = None,
-        *,
-        group: dist.ProcessGroup | None = None,
-        timeout: float | timedelta | None = None,
-    ) -> None:
+        self, directory: paths.StrPath, keep: int | None = 3, keep_every: int | None = None, *,
+        group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None,
+    ) -> None:  # fmt: skip
         self.directory = Path(paths.to_write(directory))
         self.keep = None if keep is None else whole("keep", keep, 1)
         self.keep_every = None if keep_every is None else whole("keep_every", keep_every, 1)

@@ -280,7 +280,7 @@ def test_a_checkpoint_is_on_the_disk_until_the_one_that_replaces_it_has_its_name
 ) -> None:
     directory, partial = tmp_path / "0000001", tmp_path / ".partial"
     directory.mkdir()
-    (directory / "old").touch()
+    (directory / "model.safetensors").touch()
     rename = Path.rename
 
     def fails(path: Path, target: Path) -> None:
@@ -291,4 +291,25 @@ def test_a_checkpoint_is_on_the_disk_until_the_one_that_replaces_it_has_its_name
     monkeypatch.setattr(Path, "rename", fails)
     with pytest.raises(OSError, match="no"):
         publish("save()", directory, partial, RankGroup(None, None), lambda folder: (folder / "new").touch())
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["old"]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_a_checkpoint_with_what_is_not_its_own_is_not_replaced(kind: str, tmp_path: Path) -> None:
+    directory, elsewhere = tmp_path / "0000001", tmp_path / "elsewhere"
+    directory.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (directory / "model.safetensors").touch()
+    if kind == "file":
+        (directory / "notes.txt").touch()
+    elif kind == "directory":  # where a volume may be mounted
+        (directory / "volume").mkdir()
+    else:
+        (directory / "ema.safetensors").symlink_to(elsewhere / "kept")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        shardow.Error, match=r"0000001 would be replaced, and has \w+(\.\w+)?, which no such save wrote"
+    ):
+        publish("save()", directory, tmp_path / ".partial", RankGroup(None, None), lambda folder: None)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -41,14 +41,9 @@ class EMAManager(Managed):
     _refusal = KeyError
 
     def __init__(
-        self,
-        model: nn.Module,
-        decay: float = 0.9999,
-        *,
-        replicas: Replicas = "copy",
-        group: dist.ProcessGroup | None = None,
-        dtype: Literal["source"] | None = None,
-    ) -> None:
+        self, model: nn.Module, decay: float = 0.9999, *, replicas: Replicas = "copy",
+        group: dist.ProcessGroup | None = None, dtype: Literal["source"] | None = None,
+    ) -> None:  # fmt: skip
         self.decay, self._group = checked_decay(decay), group
         trained = {p.dtype for p in model.parameters() if p.requires_grad}
         if dtype is not None and (dtype != "source" or len(trained) > 1):

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from shardow.base.checks import first_of, invalid
 from shardow.distributed.rank_group import RankGroup
+
+#: Matches what torch.distributed.checkpoint and BAGEL's checkpoints have.
+_OWN = re.compile(
+    r"\.metadata|__\d+_\d+\.distcp|(ema|model)\.safetensors|(optimizer\.\d+-of-\d+|scheduler|data_status)\.pt"
+).fullmatch
 
 
 @contextlib.contextmanager
@@ -30,8 +37,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def publish(what: str, directory: Path, partial: Path, ranks: RankGroup, fill: Callable[[Path], None]) -> None:
     """``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes
     ``directory``. Collective. Whatever fails on one rank is an error on all, and leaves nothing behind. A directory
-    that was there is replaced."""
-    ranks.agree(what, lambda: _make(partial) if ranks.rank == 0 else None)
+    that was there is replaced, or refused where it has what such saves do not write: that would be lost."""
+    ranks.agree(what, lambda: _make(partial, directory) if ranks.rank == 0 else None)
     try:
         fill(partial)
         ranks.agree(what, lambda: _rename(partial, directory) if ranks.rank == 0 else None)
@@ -49,7 +56,11 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def _make(partial: Path) -> None:
+def _make(partial: Path, directory: Path) -> None:
+    entries = os.scandir(directory) if directory.is_dir() else ()
+    if others := [entry.name for entry in entries if not (entry.is_file(follow_symlinks=False) and _OWN(entry.name))]:
+        way_out = "save to another one, or move it"
+        raise invalid(f"{directory} would be replaced, and has {first_of(others)}, which no such save wrote; {way_out}")
     if partial.exists():  # of a run that was killed
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

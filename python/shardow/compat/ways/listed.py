@@ -119,11 +119,9 @@ def loaded(
 
 
 def moved(
-    tensors: Sequence[torch.Tensor],
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    tensors: Sequence[torch.Tensor], device: torch.device | str | None, dtype: torch.dtype | None,
     non_blocking: bool = False,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """To the device, and floating ones to the dtype."""
     return [
         t.to(device=device, dtype=dtype if t.is_floating_point() else None, non_blocking=non_blocking) for t in tensors

@@ -203,7 +203,7 @@ def test_steps_that_were_not_applied_are_not_counted() -> None:
     for steps, said in engines.run(2, counted):
         assert steps == [0, 1, 1, 1, 1, 2]  # boundaries at 1, 3 and 5; overflow at 3
         for text, pattern in zip(
-            said, ["update\\(\\) after its steps", "can't be copied", "leave overlap= out"], strict=True
+            said, ["update\\(\\) after its steps", "can't be copied", "overlap=.*leave it out"], strict=True
         ):
             assert re.search(pattern, text)
 

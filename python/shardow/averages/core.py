@@ -117,7 +117,8 @@ class Averages:
             return _core.Average([row.view(row.memory()) for row in tracked], averages, chosen, other)
 
         self._engine = with_memory(make)
-        facts = {**facts_of(tracked), "options": self._engine.state(), "replicas": options.replicas}
+        own = {"options": self._engine.state(), "replicas": options.replicas}
+        facts = {**facts_of(tracked), **own} if self.ranks.size > 1 else {}
         copies = EqualCopies("EMA(...)", map(common_weight, self.tracked_weights()), self.ranks)
         return Step(None, [EqualFacts("EMA(...)", facts, self.ranks), copies, self.ranks.join("EMA")])
 

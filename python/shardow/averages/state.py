@@ -177,11 +177,13 @@ class EqualStates(Comparison):
     ``state``: this rank's, and in the end with what each rank counts for itself summed over the ranks."""
 
     def __init__(self, what: str, ranks: RankGroup, state: str, facts: Mapping[str, Any]) -> None:
-        self._what, self._ranks, self.state = what, ranks, state
-        self._words = _core.StateWords(what, state, [(name, repr(value)) for name, value in facts.items()])
+        self._what, self._ranks, self.state, self._facts = what, ranks, state, facts
 
     def words(self) -> bytes:
-        return self._words.words if self._ranks.size > 1 else b""
+        if self._ranks.size == 1:
+            return b""
+        self._words = _core.StateWords(self._what, self.state, [(k, repr(fact)) for k, fact in self._facts.items()])
+        return self._words.words
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
         return self._words.sum_up(by_rank) if all(by_rank) else b""  # where a rank has none, facts say so

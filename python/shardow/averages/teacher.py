@@ -157,9 +157,9 @@ def copy_over(model: nn.Module, tracked: Sequence[Tracked]) -> nn.Module:
         else:
             continue
         copies[id(slot.recorded)] = nn.Parameter(value, False) if slot.kind == "parameter" else value
-    made, averages = copy.deepcopy(model, dict(copies)), {id(tensor) for tensor in copies.values()}
+    made, in_place = copy.deepcopy(model, dict(copies)), {id(tensor) for tensor in copies.values()}
     shared = {id(slot.recorded) for slot in slots(model)} & {id(slot.recorded) for slot in slots(made)}
-    if shared or any(id(slot.recorded) not in averages for slot in slots(made) if slot.name in rows):
+    if shared or any(id(slot.recorded) not in in_place for slot in slots(made) if slot.name in rows):
         raise unsupported(f"module(): a module with a __deepcopy__() that copies otherwise; {_YOURSELF}")
     if any(inspect.isfunction(vars(module).get("forward")) for module in made.modules()):
         raise unsupported(f"module(): a module whose forward is replaced (torch.compile(model.forward)); {_YOURSELF}")

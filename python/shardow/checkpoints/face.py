@@ -97,10 +97,9 @@ class Checkpoints:
         files, texts = files_to_save(step, given, {} if state is None else state, ranks)
         path = self.directory / manifest.directory_of(step)
         write = engine.write_in_background if asynchronous else engine.write
-        options = {"texts": texts, "commit": manifest.NAME}
         retire = functools.partial(self._retire, step)
-        found = Step(engine.ToSave(files, options))
-        return write(lambda: found, path, ranks, committed=retire, progress=progress, what=WHAT)
+        prepared = Step(engine.ToSave(files, {"texts": texts, "commit": manifest.NAME}))
+        return write(lambda: prepared, path, ranks, committed=retire, progress=progress, what=WHAT)
 
     def _retire(self, step: int) -> None:
         clear(self.directory)

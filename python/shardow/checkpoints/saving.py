@@ -29,7 +29,7 @@ from shardow.base.checks import instance, invalid
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import Comparison, EqualFacts, Joint, RankGroup, Step
+from shardow.distributed.rank_group import DIFFERENT, Comparison, EqualFacts, Joint, RankGroup, Step
 from shardow.ema import EMA
 from shardow.files.engine import FileParts, with_extra
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
@@ -213,7 +213,7 @@ class _Trees(Comparison):
         return _digest(self.trees)
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return b"!" if len(set(by_rank)) > 1 else b""
+        return DIFFERENT if len(set(by_rank)) > 1 else b""
 
     def take(self, total: bytes) -> None:
         if total:

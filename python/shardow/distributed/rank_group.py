@@ -196,7 +196,7 @@ def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
     return errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
 
 
-_DIFFERENT = b"!"
+DIFFERENT = b"!"  # what words come to that another round looks into
 _SHORT = 400  # bytes of facts that every rank sends: of words of that length the engine sends equal ones once
 
 
@@ -265,9 +265,9 @@ class EqualFacts(Comparison):
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
         is_whole = self._ranks is None or all(text.startswith(b"{") for text in by_rank)
-        if len({*map(_sorted, by_rank)} if is_whole else {*by_rank}) == 1:
+        if len({*map(_sorted, {*by_rank})} if is_whole else {*by_rank}) == 1:
             return b""
-        return self._refuse(by_rank) if is_whole else _DIFFERENT
+        return self._refuse(by_rank) if is_whole else DIFFERENT
 
     def take(self, total: bytes) -> None:
         if total and self._ranks is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,14 +210,14 @@ class Load(Looked):
     """One load of all ranks, in the steps of LoadCall (src/file/load.h): what a rank does in each. What one raises on
     one rank is raised on all; until begin() nothing has been changed."""
 
+    @abstractmethod
     def find(self) -> tuple[str, list[str], bytes]:
         """(path, names of files there or none where the path is the checkpoint, words for all ranks), on rank 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choose(self, words: bytes, files: list[_core.Checkpoint]) -> Sequence[tuple[Sequence[Part], bool]]:
         """Returns what this rank wants of each file, and whether that must be all. Called again where the files were
         replaced meanwhile."""
-        raise NotImplementedError
 
     def begin(self, reports: list[dict[str, Any]]) -> None:
         """All fits: what the engine will fill may change now."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.checks import invalid
-from shardow.distributed.rank_group import Comparison, RankGroup
+from shardow.distributed.rank_group import DIFFERENT, Comparison, RankGroup
 from shardow.model.local import LocalTensor, oddity
 
 #: The way out.
@@ -66,7 +66,7 @@ class EqualCopies(Comparison):
         return json.dumps(_joined(self._common, self._sums)).encode() if self._common else b""
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return b"!" if _differing([json.loads(text or b"{}") for text in by_rank]) else b""
+        return DIFFERENT if _differing([json.loads(text or b"{}") for text in by_rank]) else b""
 
     def take(self, total: bytes) -> None:
         """Names the first tensor that differs, in another round."""

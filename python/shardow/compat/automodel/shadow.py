@@ -142,8 +142,8 @@ class EMAManager(Managed):
             view = self._averages.view
             mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._ranks.rank)}
             parts = [part for part in self._complete().parts if part.name in mine]
-            found = engine.ToSave([engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None))
-            return Step(found, [EqualUpdates(what, self.updates)])
+            to_save = engine.ToSave([engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None))
+            return Step(to_save, [EqualUpdates(what, self.updates)])
 
         engine.write(find, path, self._ranks, what=what)
         return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.updates import Case
 
 Tensors = list[torch.Tensor]
+TEACHER = "shardow, a teacher's averages"
 
 
 @dataclass
@@ -36,7 +38,10 @@ class Candidate:
 
 def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
     """In the order of the table. Those that keep one average come several times over where several are asked for."""
-    yield _shardow(case, model)
+    yield _shardow("shardow", case, model)
+    if case.dtype == torch.float32 and case.num_decays == 1:
+        teacher = copy.deepcopy(model).requires_grad_(False)
+        yield _shardow(TEACHER, case, model, averages=teacher)
     yield from _torch_ways(case, model)
     averaged, (decay, *_) = library("torch.optim.swa_utils"), case.decays
     yield _several("AveragedModel", case, lambda each: averaged_model(averaged, model, each))
@@ -63,13 +68,13 @@ def limit(case: Case, model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def _shardow(case: Case, model: nn.Module) -> Candidate:
-    ema = shardow.EMA(model, list(case.decays), threads=case.threads)
+def _shardow(name: str, case: Case, model: nn.Module, **options: Any) -> Candidate:
+    ema = shardow.EMA(model, list(case.decays), threads=case.threads, **options)
 
     def averages() -> Tensors:
         return [tensor.averages[0].view(tensor.local.tensor.shape) for tensor in ema._averages.tracked]
 
-    return Candidate("shardow", ema.update, averages)
+    return Candidate(name, ema.update, averages)
 
 
 def _torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:

@@ -16,7 +16,7 @@ from torch import nn
 
 import shardow
 from benchmarks.measure import Bar, Timing, at_least, at_most, interleaved
-from benchmarks.peers import Candidate, candidates, limit
+from benchmarks.peers import TEACHER, Candidate, candidates, limit
 from benchmarks.report import table
 
 DECAYS = (0.999, 0.9995, 0.9999, 0.9998)
@@ -191,6 +191,11 @@ def bars(results: Results) -> list[Bar]:
         if case in timings:
             asked.append(at_least(f"{case}: of the limit", timings[case]["shardow"].ratio, 0.95))
             asked.append(at_least(f"{case}: times the best torch way", results.over_torch(case), fastest))
+        if TEACHER in timings.get(case, {}):
+            without = timings[case]["shardow"].ratio / timings[case][TEACHER].ratio
+            asked.append(at_most(f"{case}: a teacher's update, times one without a teacher", without, 1.05))
+            foreach = timings[case][TEACHER].ratio / timings[case]["torch foreach lerp"].ratio
+            asked.append(at_least(f"{case}: a teacher's update, times DINOv3's foreach lerp", foreach, 1.0))
     if (case := "fp32 <- fp32, 2 threads") in timings:
         rivals = (*TORCH, "AveragedModel")
         asked.append(at_least(f"{case}: times the best torch way", results.over_torch(case, rivals), 1.0))

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import dcp_async, ddp, fsdp2, inference, language_model
+from . import dcp_async, ddp, dino, fsdp2, inference, language_model
 
 HERE = Path(__file__).parent
 ALL = bool(os.environ.get("SHARDOW_ALL"))
@@ -106,16 +106,20 @@ def test_inference_reads_an_export_and_the_averages_of_a_step_on_any_number_of_r
     assert sum(map(int.__ne__, inference.named(out / "model", torch.bfloat16), digits)) < 10
 
 
-def test_ddp_goes_on_after_it_was_killed_as_if_it_had_not_been(straight: Straight, tmp_path: Path) -> None:
-    command = ("ddp.py", "--steps", 250, "--out", tmp_path)
-    run = start(*command)
-    while not list(tmp_path.glob("step-*/train.pt")):
+def killed(script: str, steps: int, out: Path, written: str) -> None:
+    """Runs a script as a program until its first checkpoint is written."""
+    run = start(script, "--steps", steps, "--out", out)
+    while not list(out.glob(written)):
         assert run.poll() is None, finish(run)
         time.sleep(0.01)
     for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children()):
         process.kill()
     run.communicate()
-    assert not (tmp_path / "model").exists()
+    assert not (out / "model").exists()
+
+
+def test_ddp_goes_on_after_it_was_killed_as_if_it_had_not_been(straight: Straight, tmp_path: Path) -> None:
+    killed("ddp.py", 250, tmp_path, "step-*/train.pt")
     ranks.run(2, partial(ddp.train, 250, tmp_path))
     assert equal(exported(tmp_path), exported(straight[0]))
 
@@ -144,6 +148,14 @@ def test_fsdp2_goes_on_after_a_stop_and_on_another_number_of_ranks(tmp_path: Pat
     (tmp_path / "straight" / "model" / "model.safetensors").unlink()
     ranks.run(3, fsdp2.train, 30, tmp_path / "straight")  # no step is left: these are the averages that were loaded
     assert equal(exported(tmp_path / "straight"), straight)
+
+
+def test_dinos_teacher_learns_and_goes_on_after_it_was_killed(tmp_path: Path) -> None:
+    results = ranks.run(2, dino.train, 60, tmp_path / "straight")[0]
+    assert results["after"] > results["before"] + 0.05, results
+    killed("dino.py", 300, tmp_path / "killed", "step-*/checkpoint.json")
+    assert ranks.run(2, dino.train, 60, tmp_path / "killed")[0] == results
+    assert equal(exported(tmp_path / "killed"), exported(tmp_path / "straight"))
 
 
 def test_dcp_goes_on_after_a_stop_and_on_another_number_of_ranks(tmp_path: Path) -> None:

@@ -88,8 +88,9 @@ def test_the_recipes_are_all_there_and_short() -> None:
     assert shown == re.findall(r"\]\(\.\./(examples/\w+\.py)\)", page)
     programs = {f"examples/{one.name}" for one in (ROOT / "examples").glob("[!_]*.py")}
     assert programs - {*shown} == {"examples/strategies.py", "examples/test_examples.py"}
-    for one in shown:
-        assert 45 <= len((ROOT / one).read_text().splitlines()) <= 80, one
+    for program in shown:
+        most = {"examples/dino.py": 120}.get(program, 80)
+        assert 45 <= len((ROOT / program).read_text().splitlines()) <= most, program
 
 
 def lines(text: str) -> str:

@@ -322,6 +322,33 @@ def test_checkpoints_resume_a_student_and_its_teacher(tmp_path: Path) -> None:
     assert sorted(stored) == sorted([*student.state_dict(), *ema.names])  # the averages once
 
 
+def shrink(kind: str, folder: Path, steps: int) -> dict[str, torch.Tensor]:
+    """Goes on from the checkpoint in ``folder``, with weights that shrink, and leaves one. The whole teacher."""
+    student, teacher = models.build(kind, torch.distributed.get_world_size()), teacher_of(kind)
+    ema, checkpoints = shardow.EMA(student, 0.9, averages=teacher, replicas="copy"), shardow.Checkpoints(folder)
+    if checkpoints.latest() is not None:
+        checkpoints.restore(student, ema)
+    while ema.step < steps:
+        for parameter in student.parameters():
+            parameter.data.mul_(0.9)
+        ema.update()
+    checkpoints.save(steps, student, ema)
+    return models.whole_weights(teacher)
+
+
+RESUMES = [("fsdp2", 3, 2), *([("hsdp", 4, 2), ("fsdp1", 2, 3), ("tp+fsdp2", 4, 2), ("ddp", 2, 1)] if ALL else [])]
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), RESUMES)
+def test_a_teacher_resumes_on_another_number_of_ranks(kind: str, before: int, after: int, tmp_path: Path) -> None:
+    ranks.run(before, shrink, kind, tmp_path / "killed", 2)
+    resumed = ranks.run(after, shrink, kind, tmp_path / "killed", 4)
+    (whole, *_) = ranks.run(before, shrink, kind, tmp_path / "whole", 4)
+    for teacher in resumed:
+        assert teacher.keys() == whole.keys()
+        assert all(torch.equal(teacher[name], whole[name]) for name in whole)
+
+
 def made(kind: str) -> list[bool]:
     """Whether what module() makes has the averages themselves, answers as the model in swapped(), and is one."""
     student = models.build(kind, torch.distributed.get_world_size())

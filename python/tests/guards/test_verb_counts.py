@@ -1,19 +1,16 @@
 """A collective verb takes no more rounds, calls of the store and files of shardow than it did: ranks wait in each
 round, and a reader walks through each file.
 
-The numbers are those of ``python -m benchmarks.paths``. Rounds and files are the same each time. Calls of the store
-are not: which rank comes first to a round decides whose words are read again, so a call for each round may come beside
-those recorded. One more of every rank is twice as many, and is noticed.
+The numbers are those of ``python python/tests/guards/verb_counts.py``. Rounds and files are the same each time. Calls
+of the store are not: which rank comes first to a round decides whose words are read again, so a call for each round may
+come beside those recorded. One more of every rank is twice as many, and is noticed.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import astuple
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from benchmarks.paths import Counts, measured
+from verb_counts import Counts, measured
 
 #: By verb and kind of sharding: rounds, calls of the store on both ranks together, files.
 RECORDED = {

@@ -1,5 +1,5 @@
 """Counts what a collective verb passes through on two ranks: rounds, calls of torch's store, files of shardow whose
-functions run. ``python -m benchmarks.paths`` prints them; python/tests/guards/test_verb_counts.py compares them."""
+functions run. ``python python/tests/guards/verb_counts.py`` prints them; test_verb_counts.py compares them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 import shardow
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import models
 import ranks
 

@@ -9,10 +9,10 @@
 
 #include "average/backend.h"
 #include "average/counters.h"
-#include "average/division.h"
 #include "average/offload.h"
 #include "average/one_user.h"
 #include "average/other_memory.h"
+#include "average/replicas.h"
 #include "average/ring_swap.h"
 #include "base/worker.h"
 #include "kernels/memory.h"
@@ -50,9 +50,9 @@ struct Average::Impl {
     size_t k;                              // which averages are in the weights' memory
     std::vector<TensorView> whole;         // the weights' memory, with the parts that other replicas own
     std::vector<TensorView> weights;       // this rank's parts of it; parallel to parts
-    std::vector<ExchangeStep> steps;       // how replicas send each other theirs
     std::vector<kernels::Memory> kept;     // parallel to parts: weights whose dtype does not swap in place, else empty
     std::vector<average::RingSwap> rings;  // of consecutive weights on a device whose averages are on the host
+    std::optional<average::ReplicaExchange> exchange = std::nullopt;  // of replicas
     size_t exchanged = 0;
     bool shared = false;
   };

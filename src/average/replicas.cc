@@ -1,5 +1,8 @@
 #include "average/replicas.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "average/division.h"
 #include "base/errors.h"
 #include "comm/wire.h"
@@ -15,6 +18,17 @@ std::string described(std::span<const TensorView> views) {
     out.text(fmt::format("{} of {}", dtype_name(view.dtype), view.region.to_string()));
   }
   return out.bytes();
+}
+
+std::span<std::byte> memory_of(const shardow::Stretch& stretch, std::span<const TensorView> views) {
+  const TensorView& view = views[stretch.tensor];
+  return {data_at(view, stretch.begin), static_cast<size_t>(byte_size(view.dtype, stretch.end - stretch.begin))};
+}
+
+size_t bytes_of(const std::vector<shardow::Stretch>& stretches, std::span<const TensorView> views) {
+  size_t bytes = 0;
+  for (const auto& stretch : stretches) bytes += memory_of(stretch, views).size();
+  return bytes;
 }
 
 }  // namespace
@@ -78,21 +92,33 @@ std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, i
   return parts;
 }
 
-std::vector<ExchangeStep> exchange_of(const Group& replicas, std::span<const TensorView> views) {
+ReplicaExchange::ReplicaExchange(const Group& replicas, std::span<const TensorView> views) {
   const ReplicaLevel level[] = {{replicas.rank(), replicas.size()}};
   std::vector<Divided> tensors;
   for (const TensorView& view : views) tensors.push_back({view.region, byte_size(view.dtype, 1)});
-  return plan_exchange(tensors, level);
+  steps_ = plan_exchange(tensors, level);
+  size_t most = 0;
+  for (const ExchangeStep& step : steps_) {
+    for (const auto& owned : step.members) most = std::max(most, bytes_of(owned, views));
+  }
+  packed_.resize(most);
 }
 
-void all_gather_parts(Group& replicas, std::span<const TensorView> views, std::span<const ExchangeStep> steps,
-                      Deadline deadline) {
-  for (const ExchangeStep& step : steps) {
+void ReplicaExchange::run(Group& replicas, std::span<const TensorView> views, Deadline deadline) {
+  for (const ExchangeStep& step : steps_) {
     for (int owner = 0; owner < replicas.size(); ++owner) {
-      for (const auto& [tensor, begin, end] : step.members[static_cast<size_t>(owner)]) {
-        const auto bytes = static_cast<size_t>(byte_size(views[tensor].dtype, end - begin));
-        if (bytes > 0) replicas.broadcast({data_at(views[tensor], begin), bytes}, owner, deadline);
+      const auto& owned = step.members[static_cast<size_t>(owner)];
+      const std::span<std::byte> packed = std::span(packed_).first(bytes_of(owned, views));
+      if (packed.empty()) continue;
+      const bool sends = owner == replicas.rank();
+      if (!sends) replicas.broadcast(packed, owner, deadline);
+      std::byte* at = packed.data();
+      for (const auto& stretch : owned) {
+        const std::span<std::byte> memory = memory_of(stretch, views);
+        if (!memory.empty()) std::memcpy(sends ? at : memory.data(), sends ? memory.data() : at, memory.size());
+        at += memory.size();
       }
+      if (sends) replicas.broadcast(packed, owner, deadline);
     }
   }
 }

@@ -24,12 +24,18 @@ std::string other_views(const std::vector<std::string>& by_rank);
 /// What member `index` of `count` averages of each view: its region and memory.
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);
 
-/// How replicas send each other their parts of `views`. Local.
-std::vector<ExchangeStep> exchange_of(const Group& replicas, std::span<const TensorView> views);
+/// How replicas copy their parts of views into each other's memory, the host's. Takes all the memory for it when it is
+/// made, so that what fails in run() is a round, which fails for all.
+class ReplicaExchange {
+ public:
+  ReplicaExchange(const Group& replicas, std::span<const TensorView> views);
+  /// Collective: a broadcast for each owner and step, of all its stretches together. `views` are those that it was made
+  /// for, wherever they lie by now.
+  void run(Group& replicas, std::span<const TensorView> views, Deadline deadline);
 
-/// Collective. Each member's part of every view is copied into the other members', in these steps; host memory only.
-/// Allocates nothing of its own, so that what fails is a round, which fails for all.
-void all_gather_parts(Group& replicas, std::span<const TensorView> views, std::span<const ExchangeStep> steps,
-                      Deadline deadline);
+ private:
+  std::vector<ExchangeStep> steps_;
+  std::vector<std::byte> packed_;
+};
 
 }  // namespace shardow::average

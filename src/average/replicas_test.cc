@@ -80,6 +80,7 @@ class Failing final : public Group {
     const bool fails = now >= first_ && now < first_ + failures_;
     alive().broadcast(fails ? bytes.first(bytes.size() - 1) : bytes, root, deadline);
   }
+  int broadcasts() const { return broadcasts_; }
 
  private:
   Group& alive() const { return inner_ ? *inner_ : throw Error(Code::kPeerFailed, "dead"); }
@@ -127,6 +128,30 @@ bool throws(const std::function<void()>& call) {
     return true;
   }
   return false;
+}
+
+TEST(ReplicasOfManyTensors, SendWhatEachOfThemOwnsInOneBroadcast) {
+  auto groups = threads(kRanks);
+  std::vector<std::jthread> ranks;
+  for (auto& group : groups) {
+    ranks.emplace_back([inner = std::move(group)]() mutable {
+      Failing counted(std::move(inner), 0, 0);
+      std::vector<float> weights(60000, 1);
+      std::vector<TensorView> views;
+      for (int64_t i = 0; i < 200; ++i)
+        views.push_back(
+            {"p" + std::to_string(i), DType::kF32, Region::whole({300}), &weights[static_cast<size_t>(300 * i)]});
+      Average ema(views, {.schedules = {Schedule::constant(0.5)}, .replicas = &counted});
+      std::fill(weights.begin(), weights.end(), 3.0f);
+      ema.update();
+      ema.swap_in();
+      EXPECT_EQ(counted.broadcasts(), kRanks);
+      EXPECT_EQ(weights, std::vector<float>(60000, 2));
+      ema.swap_out();
+      EXPECT_EQ(counted.broadcasts(), 2 * kRanks);
+      EXPECT_EQ(weights, std::vector<float>(60000, 3));
+    });
+  }
 }
 
 TEST(ReplicasThatFail, WhileTheySendEachOtherTheirPartsAllComeBack) {

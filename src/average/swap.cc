@@ -103,7 +103,7 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
     if (options.replicas == nullptr) return exchange_in();
     agree(*options.replicas, deadline, [&] { exchange_in(); });
     swap->shared = true;
-    average::all_gather_parts(*options.replicas, swap->whole, swap->steps, deadline);
+    swap->exchange->run(*options.replicas, swap->whole, deadline);
   } catch (...) {
     undo_swap_in();
     throw;
@@ -114,8 +114,7 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
 void Average::Impl::undo_swap_in() noexcept {
   try {
     exchange_out();
-    if (swap->shared)
-      average::all_gather_parts(*options.replicas, swap->whole, swap->steps, base::after(options.timeout));
+    if (swap->shared) swap->exchange->run(*options.replicas, swap->whole, base::after(options.timeout));
     swap.reset();
   } catch (...) {
   }
@@ -123,8 +122,8 @@ void Average::Impl::undo_swap_in() noexcept {
 
 /// All memory that a swap needs.
 Average::Impl::Swap Average::Impl::prepare_swap(std::span<const TensorView> weights, size_t k) const {
-  Swap prepared{k, {weights.begin(), weights.end()}, divide(weights), {}, std::vector<Memory>(weights.size()), {}};
-  if (options.replicas != nullptr) prepared.steps = average::exchange_of(*options.replicas, weights);
+  Swap prepared{k, {weights.begin(), weights.end()}, divide(weights), std::vector<Memory>(weights.size()), {}};
+  if (options.replicas != nullptr) prepared.exchange.emplace(*options.replicas, weights);
   for (size_t i = 0; i < weights.size(); ++i) {
     const TensorView& part = prepared.weights[i];
     if (average::is_other(part) || kernels::swaps_in_place(part.dtype, options.dtype)) continue;
@@ -226,9 +225,8 @@ void Average::Impl::swap_out() {
   if (swap) exchange_out();
   step_done();
   if (shared && options.replicas != nullptr) {
-    const std::span<const TensorView> all = swap ? swap->whole : whole();
-    average::all_gather_parts(*options.replicas, all, swap ? swap->steps : average::exchange_of(*options.replicas, all),
-                              deadline);
+    if (swap) swap->exchange->run(*options.replicas, swap->whole, deadline);
+    if (!swap) average::ReplicaExchange(*options.replicas, whole()).run(*options.replicas, whole(), deadline);
   }
   step_done();
   swap.reset();

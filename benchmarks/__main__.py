@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 import benchmarks.engine  # noqa: F401  # isort: split
-from benchmarks import checkpoints, command, files, init, merges, overlap, report, surfaces, updates
+from benchmarks import checkpoints, command, files, init, merges, overlap, report, surfaces, swaps, updates
 from benchmarks.measure import Bar
 
 
@@ -36,6 +36,7 @@ def sections(quick: bool, rounds: int, only: str) -> dict[Any, dict[str, Any]]:
         updates: {"quick": quick, "rounds": rounds, "only": only},
         surfaces: {"quick": quick, "rounds": rounds},
         overlap: {"quick": quick, "rounds": rounds},
+        swaps: {"width": 64, "layers": 2, "rounds": 1} if quick else {},
         files: {"gib": 0.01, "rounds": 1} if quick else {},
         checkpoints: {"gib": 0.01, "rounds": 1, "kills": 0} if quick else {},
         init: {"width": 64, "layers": 2, "rounds": 1} if quick else {"picture": init.PICTURE},

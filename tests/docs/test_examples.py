@@ -87,7 +87,7 @@ def test_the_recipes_are_all_there_and_short() -> None:
     shown = re.findall(r"```\{literalinclude\} \.\./(examples/\w+\.py)", page)
     assert shown == re.findall(r"\]\(\.\./(examples/\w+\.py)\)", page)
     programs = {f"examples/{one.name}" for one in (ROOT / "examples").glob("[!_]*.py")}
-    assert programs - {*shown} == {"examples/strategies.py", "examples/test_examples.py"}
+    assert programs - {*shown} == {"examples/test_examples.py"}
     for program in shown:
         most = {"examples/dino.py": 120}.get(program, 80)
         assert 45 <= len((ROOT / program).read_text().splitlines()) <= most, program

@@ -47,8 +47,9 @@ class EMA:
             Weights cross the link once per update, in their own dtype, and are averaged in the background. With
             attach() or ``optimizer=`` that optimizer's next step waits for the copies, on the device; else update()
             makes torch's current stream wait for them.
-        replicas: "split": ranks that hold the same weights (DDP, HSDP) divide work and memory; "copy": each averages
-            everything it holds.
+        replicas: "split": ranks that hold the same weights (DDP, HSDP) divide work and memory, and send each other all
+            of the weights' bytes once into a swap and once out of it; "copy": each averages everything it holds, and a
+            swap moves bytes in its own memory alone, as that of sharded weights does.
         params: "trainable", "all", or a predicate of (name, parameter).
         buffers: float buffers: "copy" exports the model's own, "average" averages them like parameters, "ignore" leaves
             them out; a predicate of (name, buffer): those are averaged, the others copied. Integer buffers are only

@@ -36,6 +36,21 @@ _LIKE = "Make the teacher as the student is made: copy.deepcopy() of the module,
 _teachers: weakref.WeakValueDictionary[int, Teacher] = weakref.WeakValueDictionary()
 
 
+class _Wait:
+    """A hook of a teacher's forward, which waits for the averages; that of a copy, or of what torch.save() saved,
+    waits for nothing."""
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = (lambda: None) if wait is None else weakref.WeakMethod(wait)
+
+    def __call__(self, *_: object) -> None:
+        if (wait := self._wait()) is not None:
+            wait()
+
+    def __reduce__(self) -> tuple[type[_Wait], tuple[()]]:
+        return _Wait, ()
+
+
 class Teacher(Arena):
     """Averages in a teacher's own memory. Names are those of the student."""
 
@@ -107,9 +122,8 @@ class Teacher(Arena):
             self._copy((weight.name, weight.flat()) for weight in self._student.parameters)  # frozen weights
             copy()
         if wait is not None and self._held.view is not None:
-            method = weakref.WeakMethod(wait)
             for module in self._held.view.model.modules():  # a part may be called
-                module.register_forward_pre_hook(lambda *_: (call := method()) and call(), prepend=True)
+                module.register_forward_pre_hook(_Wait(wait), prepend=True)
 
     def _copy(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, value in values:

@@ -304,6 +304,20 @@ def test_a_dropped_ema_leaves_its_teacher_to_the_next_one() -> None:
     shardow.EMA(student, 0.9, averages=teacher, begin="teacher").update()
 
 
+def test_a_teacher_that_waits_for_its_updates_is_copied_and_saved_as_any_module(tmp_path: Path) -> None:
+    student, teacher = pair()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    ema = shardow.EMA(student, 0.9, averages=teacher, overlap=True, optimizer=optimizer)
+    optimizer.step()  # updates the averages
+    ema.state_dict()  # waits for them
+    torch.save(teacher, tmp_path / "teacher.pt")
+    wanted = weights_of(teacher)
+    for again in (torch.load(tmp_path / "teacher.pt", weights_only=False), copy.deepcopy(teacher)):
+        inputs = models.batch(torch.Generator())
+        assert torch.equal(again.eval()(inputs), teacher.eval()(inputs))
+        assert all(torch.equal(value, wanted[name]) for name, value in again.state_dict().items())
+
+
 def test_checkpoints_resume_a_student_and_its_teacher(tmp_path: Path) -> None:
     student, teacher = pair()
     ema = shardow.EMA(student, 0.9, averages=teacher)

@@ -41,7 +41,7 @@ class Cuda : public ::testing::Test {
       GTEST_SKIP() << cuda::why_not();
     }
     guard_.emplace(0);
-    stream_.emplace();
+    stream_.emplace(0);
     device_ = Device{Device::Kind::kCuda, 0, stream()};
   }
   void TearDown() override {

@@ -14,7 +14,6 @@
 #include "kernels/cuda.h"
 #include "kernels/cuda_access.cuh"
 #include "kernels/cuda_driver.h"
-#include "kernels/cuda_kernels.h"
 
 namespace shardow {
 namespace {
@@ -35,7 +34,7 @@ class FakeDevice : public ::testing::Test {
   void start(std::optional<uint64_t> seed, bool guard = false) {
     fake::reset({.num_devices = 2, .seed = seed, .guard = guard});
     number_ = static_cast<int*>(kernels::cuda::allocate(4, 0));
-    pinned_ = static_cast<int*>(kernels::cuda::pin(4, 0));
+    pinned_ = static_cast<int*>(kernels::cuda::allocate(4, 0, true));
     driver().set(number_, 0, 4, nullptr);
     driver().synchronize_context();
     *pinned_ = -1;
@@ -66,10 +65,10 @@ TEST_F(FakeDevice, IsLateAndInAnyOrderThatWaitsAllow) {
     ASSERT_EQ(copy(stream(1)), 0);
     driver().synchronize(stream(1));
     after += *pinned_ == 2 ? 1 : 0;
-    kernels::cuda::Event event;
+    kernels::cuda::Event event(0);
     write(1, stream(1));
     event.record(stream(1));
-    event.wait_on(stream(2));
+    event.hold(stream(2));
     write(2, stream(2));
     ASSERT_EQ(copy(stream(2)), 0);
     driver().synchronize(stream(2));
@@ -97,7 +96,7 @@ TEST_F(FakeDevice, RefusesStreamsAndEventsThatAreGoneOrOfAnotherDevice) {
   start(std::nullopt);
   void* stream = nullptr;
   driver().create_stream(&stream, 1);
-  kernels::cuda::Event event, gone;
+  kernels::cuda::Event event(0), gone(0);
   int captured = 0;
   ASSERT_EQ(driver().destroy_event.status(gone.get()), 0);
   EXPECT_EQ(driver().record.status(gone.get(), stream), kInvalidHandle);
@@ -164,7 +163,7 @@ class FakeCapture : public FakeDevice {
 TEST_F(FakeCapture, IsLostByWhatNoGraphRepeats) {
   const Outcome refused{kCaptureUnsupported, true}, fine{0, false};
   void *memory = nullptr, *module = nullptr;
-  kernels::cuda::Event event;
+  kernels::cuda::Event event(0);
   const std::vector<std::function<int()>> calls = {
       [&] { return driver().allocate.status(&memory, 16); },
       [&] { return driver().allocate_pinned.status(&memory, 16, 0); },
@@ -195,7 +194,7 @@ TEST_F(FakeCapture, IsLostByWhatNoGraphRepeats) {
 }
 
 TEST_F(FakeCapture, IsLostInAnyModeByWhatConflictsWithIt) {
-  kernels::cuda::Event event;
+  kernels::cuda::Event event(0);
   const std::vector<std::pair<std::function<int()>, int>> rows = {
       {[&] { return driver().synchronize.status(stream(1)); }, kCaptureUnsupported},
       {[&] { return driver().synchronize_context.status(); }, kCaptureUnsupported},

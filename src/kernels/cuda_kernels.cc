@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -117,34 +118,25 @@ const Nvrtc& library(int index) {
   return nvrtc;
 }
 
-class Program {
- public:
-  explicit Program(const Nvrtc& nvrtc) : nvrtc_(nvrtc) {
-    std::vector<const char*> texts, names;
-    for (const Source& source : kSources) {
-      texts.push_back(source.text);
-      names.push_back(source.name);
-    }
-    nvrtc_.create(&program_, kProgram, "shardow.cu", static_cast<int>(texts.size()), texts.data(), names.data());
+auto begin_program(const Nvrtc& nvrtc) {
+  std::vector<const char*> texts, names;
+  for (const Source& source : kSources) {
+    texts.push_back(source.text);
+    names.push_back(source.name);
   }
-  ~Program() { static_cast<void>(nvrtc_.destroy.status(&program_)); }
-  Program(const Program&) = delete;
-  Program& operator=(const Program&) = delete;
+  void* program = nullptr;
+  nvrtc.create(&program, kProgram, "shardow.cu", static_cast<int>(texts.size()), texts.data(), names.data());
+  const auto end = [&nvrtc](void* ended) { static_cast<void>(nvrtc.destroy.status(&ended)); };
+  return std::unique_ptr<void, decltype(end)>(program, end);
+}
 
-  void* get() const { return program_; }
-
-  std::string text(const Call<void*, size_t*>& size, const Call<void*, char*>& get) const {
-    size_t bytes = 0;
-    size(program_, &bytes);
-    std::string text(bytes, '\0');
-    get(program_, text.data());
-    return text;
-  }
-
- private:
-  const Nvrtc& nvrtc_;
-  void* program_ = nullptr;
-};
+std::string text_of(void* program, const Call<void*, size_t*>& size, const Call<void*, char*>& get) {
+  size_t bytes = 0;
+  size(program, &bytes);
+  std::string text(bytes, '\0');
+  get(program, text.data());
+  return text;
+}
 
 /// The device's own architecture where NVRTC knows it, else the latest before it, for PTX, from which the driver makes
 /// code.
@@ -169,14 +161,15 @@ Compiled compile(const Names& kernels, int index) {
   const char* const options[] = {"--std=c++20", option.c_str(), "--fmad=false", "-default-device",
                                  "--diag-suppress=161"};  // a pragma of the host's
 
-  const Program program(nvrtc);
+  const auto program = begin_program(nvrtc);
   for (const std::string& kernel : kernels) nvrtc.add_name(program.get(), kernel.c_str());
   if (nvrtc.compile.status(program.get(), std::size(options), options) != 0) {
-    fail(Code::kInternal, "{} refuses the kernels: {} ({})", nvrtc.name, program.text(nvrtc.log_size, nvrtc.log),
-         device_and_driver(index));
+    fail(Code::kInternal, "{} refuses the kernels: {} ({})", nvrtc.name,
+         text_of(program.get(), nvrtc.log_size, nvrtc.log), device_and_driver(index));
   }
   Compiled compiled;
-  compiled.image = known ? program.text(nvrtc.cubin_size, nvrtc.cubin) : program.text(nvrtc.ptx_size, nvrtc.ptx);
+  compiled.image =
+      known ? text_of(program.get(), nvrtc.cubin_size, nvrtc.cubin) : text_of(program.get(), nvrtc.ptx_size, nvrtc.ptx);
   for (const std::string& kernel : kernels) {
     const char* name = nullptr;
     nvrtc.lowered_name(program.get(), kernel.c_str(), &name);

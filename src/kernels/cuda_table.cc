@@ -109,7 +109,6 @@ class TableImpl final : public Table {
     const std::vector<Tile> tiles =
         make_tiles(chunks, tile_elements(chunks, used_device(device.index).multiprocessors));
     if (tiles.size() > 0xffffffffu) throw Error(Code::kUnsupported, "more than 2^32 tiles in one table");
-    num_tiles_ = static_cast<uint32_t>(tiles.size());
     for (size_t i = 0; i < kSlots; ++i) written_.emplace_back(device.index);
     fill(chunks, tiles);
   }
@@ -120,26 +119,26 @@ class TableImpl final : public Table {
   }
 
   void update(const Step& step) override {
-    if (num_tiles_ == 0 || step.num_averages == 0) return;
+    if (work_.num_tiles == 0 || step.num_averages == 0) return;
     const bool captured = capturing(device_);
     const UpdateArguments* const kept = captured ? array_in<UpdateArguments>(kept_) : nullptr;
     captured_ = captured_ || captured;
-    launch(kernels_[0], blocks(), device_, captured ? UpdateArguments{} : UpdateArguments{step, work()}, kept);
+    launch(kernels_[0], blocks(), device_, captured ? UpdateArguments{} : UpdateArguments{step, work_}, kept);
   }
 
   void copy(int num_averages) override {
-    if (num_tiles_ == 0) return;
+    if (work_.num_tiles == 0) return;
     if (capturing(device_))
       throw Error(Code::kInvalidArgument,
                   "averages begin with their weights outside of a capture: a replay would begin them again");
-    launch(kernels_[1], blocks(), device_, work(), num_averages);
+    launch(kernels_[1], blocks(), device_, work_, num_averages);
   }
 
   void set_step(const Step& step) override {
     const size_t slot = next_slot_++ % kSlots;
     written_[slot].wait();
     UpdateArguments* const pinned = array_in<UpdateArguments>(pinned_) + slot;
-    *pinned = {step, work()};
+    *pinned = {step, work_};
     cuda::copy(kept_.data(), pinned, sizeof(UpdateArguments), device_);
     written_[slot].record(device_.stream);
   }
@@ -163,10 +162,7 @@ class TableImpl final : public Table {
  private:
   static constexpr size_t kSlots = 16;
 
-  unsigned blocks() const { return (num_tiles_ + kWarps - 1) / kWarps; }
-  Work work() const {
-    return {array_in<Chunk>(chunks_), array_in<Tile>(tiles_), num_tiles_, array_in<DeviceTally>(tally_)};
-  }
+  unsigned blocks() const { return (work_.num_tiles + kWarps - 1) / kWarps; }
 
   /// Waits for what the table has under way, so that its memory can be freed. A graph may be replayed when the table is
   /// gone: then it reads zeros and does nothing. What it reads is never freed. The zeros come after the replays before,
@@ -195,6 +191,8 @@ class TableImpl final : public Table {
     };
     put(chunks_, chunks.data(), chunks.size_bytes());
     put(tiles_, tiles.data(), tiles.size() * sizeof(Tile));
+    work_ = {array_in<Chunk>(chunks_), array_in<Tile>(tiles_), static_cast<uint32_t>(tiles.size()),
+             array_in<DeviceTally>(tally_)};
     set_to_zero(tally_.data(), sizeof(DeviceTally), stream.device());
     set_to_zero(kept_.data(), sizeof(UpdateArguments), stream.device());
     cuda::finish(stream.device());
@@ -202,7 +200,7 @@ class TableImpl final : public Table {
 
   Device device_;
   const std::vector<void*> kernels_;  // of names_for()
-  uint32_t num_tiles_;
+  Work work_;                         // in chunks_, tiles_, tally_
   Memory chunks_, tiles_, tally_{sizeof(DeviceTally), device_}, kept_{sizeof(UpdateArguments), device_};
   Memory pinned_ = Memory::pinned(kSlots * sizeof(UpdateArguments), device_);
   Memory read_ = Memory::pinned(sizeof(DeviceTally), device_);

@@ -196,18 +196,6 @@ std::vector<Problem> simple_problems(Random& random) {
   return problems;
 }
 
-TEST_F(Cuda, OneUpdateIsOneNode) {
-  Random random(4);
-  std::vector<Problem> problems = simple_problems(random);
-  OnDevice on_device(problems);
-  const auto table = cuda::upload(on_device.chunks, device_);
-  const Step step = random_step(DType::kF32, 2, true, random);
-  const Recording recording({{0, stream()}}, kThreadLocal, [&] { table->update(step); });
-  size_t nodes = 0;
-  graph_calls().nodes(recording.graphs.at(0).graph, nullptr, &nodes);
-  EXPECT_EQ(nodes, 1u);
-}
-
 TEST_F(Cuda, AGraphReplaysWithTheLatestStep) {
   Random random(5);
   std::vector<Problem> actual = simple_problems(random), expected = actual;

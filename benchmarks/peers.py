@@ -37,7 +37,7 @@ class Candidate:
 def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
     """In the order of the table. Those that keep one average come several times over where several are asked for."""
     yield _shardow(case, model)
-    yield from _torch_ways(case, model)
+    yield from torch_ways(case, model)
     averaged, (decay, *_) = library("torch.optim.swa_utils"), case.decays
     yield _several("AveragedModel", case, lambda each: averaged_model(averaged, model, each))
     if case.num_decays == 1:
@@ -72,7 +72,7 @@ def _shardow(case: Case, model: nn.Module) -> Candidate:
     return Candidate("shardow", ema.update, averages)
 
 
-def _torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:
+def torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:
     parameters = [p.detach() for p in model.parameters()]
     lerped, added, each = (_copies(parameters, case.num_decays) for _ in range(3))
 

@@ -73,8 +73,8 @@ const char* type_of(DType dtype) {
   }
 }
 
-/// "<float, BF16, float>": the averages' type, and those that the parameters have.
-std::string arguments_for(std::span<const Chunk> chunks) {
+/// "update_kernel<float, BF16, float>": the averages' type, and those that the parameters have; and the copy's.
+std::vector<std::string> names_for(std::span<const Chunk> chunks) {
   const DType average = chunks.empty() ? DType::kF32 : chunks[0].average_dtype;
   std::string arguments = std::string("<") + type_of(average);
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
@@ -84,11 +84,7 @@ std::string arguments_for(std::span<const Chunk> chunks) {
   }
   if (std::any_of(chunks.begin(), chunks.end(), [&](const Chunk& chunk) { return chunk.average_dtype != average; }))
     throw Error(Code::kUnsupported, "averages of several dtypes in one table");
-  return arguments + ">";
-}
-
-std::vector<std::string> names_for(std::span<const Chunk> chunks) {
-  const std::string arguments = arguments_for(chunks);
+  arguments += ">";
   return {"update_kernel" + arguments, "copy_kernel" + arguments};
 }
 

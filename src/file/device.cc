@@ -25,12 +25,13 @@ Spare& spare() {
   return *spare;
 }
 
+/// Returns an empty one where none is kept for the device.
 kernels::Memory take_chunk(const Device& device) {
   Spare& all = spare();
   const base::Lock lock(all.mutex);
   const auto found = std::find_if(all.chunks.begin(), all.chunks.end(),
                                   [&](const auto& chunk) { return chunk.device().index == device.index; });
-  if (found == all.chunks.end()) return kernels::Memory::pinned(static_cast<size_t>(kChunkBytes), device);
+  if (found == all.chunks.end()) return {};
   kernels::Memory taken = std::move(*found);
   all.chunks.erase(found);
   return taken;
@@ -61,6 +62,7 @@ void Pinned::finish() {
 std::byte* Pinned::data(const Device& device) {
   finish();
   if (memory_.data() == nullptr) memory_ = take_chunk(device);
+  if (memory_.data() == nullptr) memory_ = kernels::Memory::pinned(static_cast<size_t>(kChunkBytes), device);
   return memory_.data();
 }
 

@@ -20,6 +20,7 @@ from torch import nn
 import shardow
 from benchmarks.measure import Step, interleaved, seconds_of
 from benchmarks.overlap import BURST, Training, seconds_offloaded
+from benchmarks.peers import torch_ways
 from benchmarks.updates import DECAYS, Case, all_cases
 from shardow import _core
 
@@ -57,26 +58,14 @@ def _first() -> None:
 
 def _updates(case: Case, rounds: int) -> None:
     model = case.model().cuda()
-    ema = shardow.EMA(model, decay=list(case.decays) if case.num_decays > 1 else case.decays[0])
-    weights = [p.detach() for p in model.parameters()]
-    averages = [[p.float().clone() for p in weights] for _ in case.decays]
-    moved = sum(p.numel() * (p.element_size() + 8 * case.num_decays) for p in weights)
+    ema = shardow.EMA(model, list(case.decays))
+    foreach = next(torch_ways(case, model))
+    moved = sum(p.numel() * (p.element_size() + 8 * case.num_decays) for p in model.parameters())
     source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-
-    def foreach() -> None:
-        current = weights if weights[0].dtype == torch.float32 else [p.float() for p in weights]
-        for decay, kept in zip(case.decays, averages, strict=True):
-            torch._foreach_lerp_(kept, current, 1 - decay)
-
-    steps: dict[str, Step] = {
-        COPY: lambda: target.copy_(source),
-        "shardow": ema.update,
-        "torch foreach lerp": foreach,
-    }
-    print(
-        f"\n{case.name}: {len(weights)} tensors, {case.elements / 1e6:.1f} M elements, {moved / 1e6:.0f} MB an update"
-    )
+    steps: dict[str, Step] = {COPY: lambda: target.copy_(source), "shardow": ema.update, foreach.name: foreach.step}
+    size = f"{len(case.shapes)} tensors, {case.elements / 1e6:.1f} M elements"
+    print(f"\n{case.name}: {size}, {moved / 1e6:.0f} MB an update")
     for name, timing in interleaved(steps, COPY, rounds, clock=_device_seconds).items():
         bar = f", asked {BARS[case.name]}" if name == "shardow" and case.name in BARS else ""
         low, high = timing.spread

@@ -42,7 +42,7 @@ def candidates(case: Case, model: nn.Module) -> Iterator[Candidate]:
     if case.dtype == torch.float32 and case.num_decays == 1:
         teacher = copy.deepcopy(model).requires_grad_(False)
         yield _shardow(TEACHER, case, model, averages=teacher)
-    yield from _torch_ways(case, model)
+    yield from torch_ways(case, model)
     averaged, (decay, *_) = library("torch.optim.swa_utils"), case.decays
     yield _several("AveragedModel", case, lambda each: averaged_model(averaged, model, each))
     if case.num_decays == 1:
@@ -77,7 +77,7 @@ def _shardow(name: str, case: Case, model: nn.Module, **options: Any) -> Candida
     return Candidate(name, ema.update, averages)
 
 
-def _torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:
+def torch_ways(case: Case, model: nn.Module) -> Iterator[Candidate]:
     parameters = [p.detach() for p in model.parameters()]
     lerped, added, each = (_copies(parameters, case.num_decays) for _ in range(3))
 

@@ -96,7 +96,7 @@ Offload::Offload(Device device, std::span<const TensorView> parameters,
 }
 
 void Offload::begin() {
-  ring_->link().follow(device_.stream);
+  ring_->follow(device_.stream);
   fetched_ = averaged_ = 0;
 }
 
@@ -104,7 +104,7 @@ void Offload::fetch() {
   while (!fetched() && fetched_ < averaged_ + ring_->num_slots()) {
     const Block& block = blocks_[fetched_];
     for (size_t i = block.first_copy; i < block.end_copy; ++i) {
-      ring_->link().copy(copies_[i].to, copies_[i].from, copies_[i].bytes);
+      ring_->copy(copies_[i].to, copies_[i].from, copies_[i].bytes);
       bytes_ += static_cast<int64_t>(copies_[i].bytes);
     }
     ring_->mark(fetched_);
@@ -131,7 +131,7 @@ NonFiniteCount Offload::next(const kernels::Step& step, bool by_runs) {
 }
 
 void Offload::stop() noexcept {
-  ring_->link().drain();
+  ring_->drain();
   fetched_ = averaged_;
 }
 
@@ -157,7 +157,7 @@ void Offload::copy_parameters() {
 
 void Offload::set_stream(int index, void* stream) {
   if (index != device_.index || stream == device_.stream) return;
-  ring_->link().join(stream, device_.stream);
+  ring_->join(stream, device_.stream);
   device_.stream = stream;
 }
 

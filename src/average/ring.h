@@ -1,13 +1,15 @@
-// Ring: pinned host memory through which weights on a device reach averages on the host, a slot at a time, and the link
-// that fills it.
+// Ring: pinned host memory through which weights on a device reach averages on the host, a slot at a time, and the
+// stream whose copies fill it. It goes on beside all else that the device does: it does not wait for the default
+// stream, which would make copies wait for what they are to go on beside.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <deque>
 
 #include "kernels/cuda.h"
+#include "kernels/cuda_driver.h"
 #include "kernels/memory.h"
 
 namespace shardow::average {
@@ -29,23 +31,35 @@ class Ring {
 
   size_t bytes() const noexcept { return memory_.bytes(); }
   size_t slot_bytes() const noexcept { return slot_bytes_; }
-  size_t num_slots() const noexcept {
-    return num_slots_;
-  }  ///< kLeastSlots or more; each has the link's mark of its number
-  kernels::cuda::Link& link() const noexcept { return *link_; }
+  size_t num_slots() const noexcept { return num_slots_; }  ///< kLeastSlots or more
+
+  // Copies between the device and pinned memory, one after the other. The driver reports one that fails where it is
+  // begun, or to the wait for a block behind it. One thread at a time copies and marks; another one may follow(),
+  // join() and hold() meanwhile.
+  /// Copies begun from here on come after what `stream` has to do by now.
+  void follow(void* stream) {
+    followed_.record(stream);
+    followed_.hold(stream_.get());
+  }
+  /// Work that `stream` is given from here on comes after what `behind` has to do by now.
+  void join(void* stream, void* behind) { followed_.order(stream, behind); }
+  void copy(void* to, const void* from, size_t bytes) { kernels::cuda::copy(to, from, bytes, stream_.device()); }
+  void drain() noexcept { stream_.drain(); }  ///< the host, until nothing is on its way, however that ended
 
   // Of what goes through in blocks: the slot of a block, and the mark behind its copies.
   std::byte* slot(size_t block) const noexcept { return memory_.data() + index(block) * slot_bytes_; }
-  void mark(size_t block) const { link_->mark(index(block)); }
-  void wait(size_t block) const { link_->wait(index(block)); }
-  void hold(void* stream, size_t block) const { link_->hold(stream, index(block)); }
+  void mark(size_t block) { marks_[index(block)].record(stream_.get()); }  ///< after the copies begun so far
+  void wait(size_t block) { marks_[index(block)].wait(); }                 ///< the host, for those before the last mark
+  void hold(void* stream, size_t block) { marks_[index(block)].hold(stream); }  ///< `stream` waits, on the device
 
  private:
   size_t index(size_t block) const noexcept { return block % num_slots_; }
 
   size_t slot_bytes_, num_slots_;
   kernels::Memory memory_;
-  std::unique_ptr<kernels::cuda::Link> link_;  // ends before the memory
+  kernels::cuda::Stream stream_;  // ends before the memory
+  kernels::cuda::Event followed_;
+  std::deque<kernels::cuda::Event> marks_;  // of the slots
 };
 
 inline Ring::Ring(int index, size_t bytes)
@@ -53,6 +67,9 @@ inline Ring::Ring(int index, size_t bytes)
                   kSlotAlignment),
       num_slots_(std::max(bytes, kLeastBytes) / slot_bytes_),
       memory_(kernels::Memory::pinned(std::max(bytes, kLeastBytes), {Device::Kind::kCuda, index})),
-      link_(kernels::cuda::make_link(index, num_slots_)) {}
+      stream_(index),
+      followed_(index) {
+  for (size_t slot = 0; slot < num_slots_; ++slot) marks_.emplace_back(index);
+}
 
 }  // namespace shardow::average

@@ -36,19 +36,20 @@ class RingSwap::Pass {
  public:
   Pass(const RingSwap& swap, const Tensors& tensors, base::ThreadPool& pool)
       : swap_(swap), tensors_(tensors), pool_(pool) {
-    if (!swap_.blocks_.empty()) link().follow(tensors.weights[swap_.first_].device.stream);
+    if (!swap_.blocks_.empty()) swap_.ring_->follow(tensors.weights[swap_.first_].device.stream);
   }
 
   /// What the device's memory holds, to the slot; weights that are kept aside need no way back.
   void fetch(size_t block, Direction direction) {
     each_piece(block, [&](const Piece& piece, std::byte* slot) {
-      if (direction == Direction::kIn || in_place(piece)) link().copy(slot, weight(piece), bytes(piece));
+      if (direction == Direction::kIn || in_place(piece)) swap_.ring_->copy(slot, weight(piece), bytes(piece));
     });
     swap_.ring_->mark(block);
   }
 
   void write(size_t block) {
-    each_piece(block, [&](const Piece& piece, std::byte* slot) { link().copy(weight(piece), slot, bytes(piece)); });
+    each_piece(block,
+               [&](const Piece& piece, std::byte* slot) { swap_.ring_->copy(weight(piece), slot, bytes(piece)); });
     swap_.ring_->mark(block);
   }
 
@@ -72,10 +73,9 @@ class RingSwap::Pass {
   }
 
   /// Nothing is on its way any more, however that ended.
-  void stop() noexcept { link().drain(); }
+  void stop() noexcept { swap_.ring_->drain(); }
 
  private:
-  kernels::cuda::Link& link() const { return swap_.ring_->link(); }
   static std::byte* at(void* data, DType dtype, const Piece& piece) {
     return static_cast<std::byte*>(data) + byte_size(dtype, piece.begin);
   }

@@ -5,44 +5,44 @@
 
 #include "base/mutex.h"
 #include "file/feed.h"
+#include "kernels/cuda.h"
 
 namespace shardow::file {
 namespace {
 
 /// Chunks of pinned memory that nobody uses, for whoever comes next: to make or free one can stop the device. Never
 /// freed: when a process ends, the runtime may be gone before them.
-class Spare {
- public:
-  void* take(int index) {
-    const base::Lock lock(mutex_);
-    const auto found =
-        std::find_if(chunks_.begin(), chunks_.end(), [&](const auto& chunk) { return chunk.first == index; });
-    if (found == chunks_.end()) return nullptr;
-    void* const memory = found->second;
-    chunks_.erase(found);
-    return memory;
-  }
-
-  /// False where enough are kept.
-  bool keep(void* memory, int index) noexcept {
-    const base::Lock lock(mutex_);
-    if (chunks_.size() == kMost) return false;
-    chunks_.emplace_back(index, memory);
-    return true;
-  }
-
-  static Spare& instance() {
-    static Spare* const spare = new Spare;
-    return *spare;
-  }
-
- private:
+struct Spare {
   static constexpr size_t kMost = 4;
-  Spare() { chunks_.reserve(kMost); }
+  Spare() { chunks.reserve(kMost); }
 
-  base::Mutex mutex_;
-  std::vector<std::pair<int, void*>> chunks_ SHARDOW_GUARDED_BY(mutex_);  // (device, memory)
+  base::Mutex mutex;
+  std::vector<kernels::Memory> chunks SHARDOW_GUARDED_BY(mutex);
 };
+
+Spare& spare() {
+  static Spare* const spare = new Spare;
+  return *spare;
+}
+
+/// Returns an empty one where none is kept for the device.
+kernels::Memory take_chunk(const Device& device) {
+  Spare& all = spare();
+  const base::Lock lock(all.mutex);
+  const auto found = std::find_if(all.chunks.begin(), all.chunks.end(),
+                                  [&](const auto& chunk) { return chunk.device().index == device.index; });
+  if (found == all.chunks.end()) return {};
+  kernels::Memory taken = std::move(*found);
+  all.chunks.erase(found);
+  return taken;
+}
+
+/// Frees it where enough are kept.
+void keep_chunk(kernels::Memory chunk) noexcept {
+  Spare& all = spare();
+  const base::Lock lock(all.mutex);
+  if (all.chunks.size() < Spare::kMost) all.chunks.push_back(std::move(chunk));
+}
 
 }  // namespace
 
@@ -51,32 +51,33 @@ Pinned::~Pinned() {
     finish();
   } catch (...) {  // the device has failed: nothing is copied any more
   }
-  if (memory_ != nullptr && !Spare::instance().keep(memory_, index_)) kernels::cuda::unpin(memory_, index_);
+  if (memory_.data() != nullptr) keep_chunk(std::move(memory_));
 }
 
 void Pinned::finish() {
-  if (wait_) std::exchange(wait_, nullptr)();
+  if (copied_) copied_->wait();
+  copied_.reset();
 }
 
 std::byte* Pinned::data(const Device& device) {
   finish();
-  if (memory_ == nullptr) {
-    void* const kept = Spare::instance().take(device.index);
-    memory_ = static_cast<std::byte*>(
-        kept != nullptr ? kept : kernels::cuda::pin(static_cast<size_t>(kChunkBytes), device.index));
-    index_ = device.index;
-  }
-  return memory_;
+  if (memory_.data() == nullptr) memory_ = take_chunk(device);
+  if (memory_.data() == nullptr) memory_ = kernels::Memory::pinned(static_cast<size_t>(kChunkBytes), device);
+  return memory_.data();
 }
 
 void Pinned::copy_from(const std::byte* device_memory, size_t bytes, const Device& device) {
-  std::byte* const to = data(device);
-  wait_ = kernels::cuda::begin_copy(to, device_memory, bytes, device);
+  copy(data(device), device_memory, bytes, device);
 }
 
 void Pinned::copy_to(std::byte* device_memory, size_t bytes, const Device& device) {
-  const std::byte* const from = data(device);
-  wait_ = kernels::cuda::begin_copy(device_memory, from, bytes, device);
+  copy(device_memory, data(device), bytes, device);
+}
+
+void Pinned::copy(void* to, const void* from, size_t bytes, const Device& device) {
+  copied_.emplace(device.index);
+  kernels::cuda::copy(to, from, bytes, device);
+  copied_->record(device.stream);
 }
 
 }  // namespace shardow::file

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
-#include <utility>
+#include <optional>
 
-#include "kernels/cuda.h"
+#include "kernels/cuda_driver.h"
+#include "kernels/memory.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::file {
@@ -29,9 +29,10 @@ class Pinned {
   void copy_to(std::byte* device_memory, size_t bytes, const Device& device);
 
  private:
-  std::byte* memory_ = nullptr;
-  int index_ = 0;               // of the device that it was made for
-  std::function<void()> wait_;  // for the copy; empty: none is under way
+  void copy(void* to, const void* from, size_t bytes, const Device& device);
+
+  kernels::Memory memory_;
+  std::optional<kernels::cuda::Event> copied_;  // empty: no copy is under way
 };
 
 }  // namespace shardow::file

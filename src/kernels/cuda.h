@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -60,38 +59,16 @@ CompileReport compile_report();
 void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, Direction direction);
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device);
 
-void* allocate(size_t bytes, int index);  ///< 256-byte aligned
-void release(void* memory, int index) noexcept;
+/// Memory of the device, 256-byte aligned; `pinned`: of the host, which devices copy from and to without a copy in
+/// between.
+void* allocate(size_t bytes, int index, bool pinned = false);
+void release(void* memory, int index, bool pinned = false) noexcept;
 
 /// Bytes from there to the end of the device's allocation that they are in, which a copy must not leave; 0: unknown.
 size_t rest_of_allocation(const void* memory, int index) noexcept;
 
-void* pin(
-    size_t bytes,
-    int index);  ///< host memory that devices copy from and to without a copy in between; made through device `index`
-void unpin(void* memory, int index) noexcept;
-
-/// Between pinned and device memory, behind what device.stream has to do before. The host calls the result to wait.
-std::function<void()> begin_copy(void* to, const void* from, size_t bytes, Device device);
-
-/// Copies between a device and pinned memory, one after the other on a stream of their own, beside all else that the
-/// device does. The driver reports a copy that fails where it is begun, or to whoever waits for a mark behind it. One
-/// thread at a time copies and marks; another one may follow(), join() and hold() meanwhile.
-class Link {
- public:
-  virtual ~Link() = default;              ///< when nothing is on its way any more
-  virtual void follow(void* stream) = 0;  ///< copies begun from here on come after what `stream` has to do by now
-  virtual void join(
-      void* stream,
-      void* behind) = 0;  ///< what `stream` is given from here on comes after what `behind` has to do by now
-  virtual void copy(void* to, const void* from, size_t bytes) = 0;
-  virtual void mark(size_t which) = 0;  ///< after the copies begun so far
-  virtual void wait(size_t which) = 0;  ///< the host, until the copies before the last mark(which) have ended
-  virtual void hold(void* stream,
-                    size_t which) = 0;  ///< what `stream` is given from here on waits for them, on the device
-  virtual void drain() noexcept = 0;    ///< the host, until nothing is on its way, however that ended
-};
-
-std::unique_ptr<Link> make_link(int index, size_t num_marks);
+/// Begins a copy, behind what device.stream has to do before. Between pinned and device memory it goes on by itself,
+/// and where it fails, that is reported here or to the wait for an Event behind it (cuda_driver.h).
+void copy(void* to, const void* from, size_t bytes, const Device& device);
 
 }  // namespace shardow::kernels::cuda

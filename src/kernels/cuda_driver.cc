@@ -31,38 +31,34 @@ void fail_call(const char* function, int status) {
        message(driver(), status));
 }
 
-/// A driver that has answered, or why none does.
 struct Answer {
   std::unique_ptr<const Driver> driver;
   int version = 0;
-  std::string why_not;
+  std::string why_not;  ///< empty: a device answers
 };
 
-void ask(Answer& answer) {
-  void* const handle = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) fail(Code::kUnsupported, "this machine has no NVIDIA driver ({})", ::dlerror());
-  answer.driver = std::make_unique<const Driver>(Driver{Library{handle, kTooOld, &fail_call}});
-  const Driver& driver = *answer.driver;
-  if (driver.version.status(&answer.version) != 0 || answer.version < kLeastVersion)
-    fail(Code::kUnsupported, "{} (this one is of CUDA {}.{})", kTooOld, answer.version / 1000,
-         answer.version % 1000 / 10);
-  int count = 0, status = driver.init.status(0);
-  if (status == 0) status = driver.device_count.status(&count);
-  if (status != 0) fail(Code::kUnsupported, "the NVIDIA driver says: {}", message(driver, status));
-  if (count == 0) fail(Code::kUnsupported, "none is installed, or CUDA_VISIBLE_DEVICES hides it");
+Answer ask() {
+  Answer answer;
+  try {
+    void* const handle = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) fail(Code::kUnsupported, "this machine has no NVIDIA driver ({})", ::dlerror());
+    answer.driver = std::make_unique<const Driver>(Driver{Library{handle, kTooOld, &fail_call}});
+    const Driver& driver = *answer.driver;
+    if (driver.version.status(&answer.version) != 0 || answer.version < kLeastVersion)
+      fail(Code::kUnsupported, "{} (this one is of CUDA {}.{})", kTooOld, answer.version / 1000,
+           answer.version % 1000 / 10);
+    int count = 0, status = driver.init.status(0);
+    if (status == 0) status = driver.device_count.status(&count);
+    if (status != 0) fail(Code::kUnsupported, "the NVIDIA driver says: {}", message(driver, status));
+    if (count == 0) fail(Code::kUnsupported, "none is installed, or CUDA_VISIBLE_DEVICES hides it");
+  } catch (const Error& error) {
+    answer.why_not = fmt::format("no CUDA device answers: {}", error.what());
+  }
+  return answer;
 }
 
 const Answer& answer() {
-  static const Answer answer = [] {
-    Answer asked;
-    try {
-      ask(asked);
-    } catch (const Error& error) {
-      asked.driver.reset();
-      asked.why_not = fmt::format("no CUDA device answers: {}", error.what());
-    }
-    return asked;
-  }();
+  static const Answer answer = ask();
   return answer;
 }
 
@@ -82,20 +78,6 @@ UsedDevice use(int index) {
   return used;
 }
 
-/// Primary contexts are never given back: memory of the engine may live as long as the process.
-class UsedDevices {
- public:
-  const UsedDevice& at(int index) {
-    const base::Lock lock(mutex_);
-    const auto known = devices_.find(index);
-    return known != devices_.end() ? known->second : devices_.emplace(index, use(index)).first->second;
-  }
-
- private:
-  base::Mutex mutex_;
-  std::map<int, UsedDevice> devices_ SHARDOW_GUARDED_BY(mutex_);
-};
-
 }  // namespace
 
 void* Library::find(const char* function) const {
@@ -113,27 +95,17 @@ int driver_version() {
   return answer().version;
 }
 
+/// Primary contexts are never given back: memory of the engine may live as long as the process, and is freed at its
+/// end.
 const UsedDevice& used_device(int index) {
-  static UsedDevices* const devices = new UsedDevices;  // engines free their memory at exit
-  return devices->at(index);
+  static auto& mutex = *new base::Mutex;
+  static auto& devices = *new std::map<int, UsedDevice>;
+  const base::Lock lock(mutex);
+  const auto known = devices.find(index);
+  return known != devices.end() ? known->second : devices.emplace(index, use(index)).first->second;
 }
 
-/// The default stream can't be captured.
-StreamState state_of(void* stream) noexcept {
-  int captured = 0;
-  if (stream != nullptr && driver().is_capturing.status(stream, &captured) != 0) return StreamState::kGone;
-  return captured != 0 ? StreamState::kCaptured : StreamState::kReady;
-}
-
-void Event::order(void* stream, void* behind) {
-  const StreamState last = state_of(behind);
-  if (last == StreamState::kCaptured || state_of(stream) == StreamState::kCaptured) return;
-  if (last == StreamState::kGone) return driver().synchronize_context();
-  record(behind);
-  wait_on(stream);
-}
-
-DeviceGuard::DeviceGuard(int index) {
+void DeviceGuard::enter(int index) {
   driver().push_context(used_device(index).context);
   pushed_ = true;
   static_cast<void>(driver().exchange_capture_mode.status(&capture_mode_));
@@ -141,8 +113,7 @@ DeviceGuard::DeviceGuard(int index) {
 
 DeviceGuard::DeviceGuard(int index, std::nothrow_t) noexcept {
   try {
-    pushed_ = driver().push_context.status(used_device(index).context) == 0;
-    static_cast<void>(driver().exchange_capture_mode.status(&capture_mode_));
+    enter(index);
   } catch (...) {  // without a driver there is nothing to free
   }
 }
@@ -157,6 +128,7 @@ DeviceGuard::~DeviceGuard() {
 bool available() noexcept {
   return answer().why_not.empty();
 }
+
 const char* why_not() noexcept {
   return answer().why_not.c_str();
 }

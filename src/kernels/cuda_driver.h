@@ -1,5 +1,6 @@
 // CUDA's driver, found when it is first needed: nothing of CUDA is there when this is compiled, and a process without a
-// driver gets a sentence. What the files of the CUDA path share: its functions, the current context, events.
+// driver gets a sentence. What the files of the CUDA path share: its functions, the current context, streams, events,
+// kernels that are loaded.
 //
 // Signatures are those of cuda.h, of CUDA 12.0 and later, with handles and device addresses as pointers and
 // enumerations as integers, which are passed alike (cuda_driver_test.cc compares them).
@@ -8,6 +9,9 @@
 #include <cstddef>
 #include <new>
 #include <string>
+#include <vector>
+
+#include "shardow/tensor_view.h"
 
 namespace shardow::kernels::cuda {
 
@@ -99,59 +103,77 @@ struct UsedDevice {
 };
 const UsedDevice& used_device(int index);
 
+/// Kernels by their names in shardow::kernels::cuda with their template arguments; functions of the driver's, in the
+/// same order. Compiled when they are first asked for, once a process and architecture, and loaded once a device; never
+/// unloaded. May wait for what the device does. Throws kUnsupported, saying what was looked for, where there is no
+/// NVRTC that both driver and device go with; kInternal with NVRTC's log where it refuses the sources.
+const std::vector<void*>& load_kernels(const std::vector<std::string>& names, int index);
+
 /// Makes a device's primary context, which torch uses too, the thread's current one, and what was before current again
 /// at its end: no other device gets a context, half a gigabyte each. Meanwhile a graph that some thread captures
-/// does not forbid the engine to allocate, to free and to wait: none of that belongs to what is captured.
+/// does not forbid the engine to allocate, to free and to wait: none of that belongs to what is captured. Calls of the
+/// driver go through it.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int index);
+  explicit DeviceGuard(int index) { enter(index); }
   /// For destructors, which go on without.
   DeviceGuard(int index, std::nothrow_t) noexcept;
   ~DeviceGuard();
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
+  const Driver* operator->() const { return &driver(); }
 
  private:
+  void enter(int index);
+
   bool pushed_ = false;
   int capture_mode_ = kCaptureRelaxed;
 };
 
 enum class StreamState { kReady, kCaptured, kGone };
-StreamState state_of(void* stream) noexcept;
+StreamState state_of(const Device& device);
 
-/// Does not wait for the default stream, nor that one for it. The current context's, as events are. Ends when all that
-/// it has to do is done.
+/// Does not wait for the default stream, nor that one for it. Ends when all that it has to do is done.
 class Stream {
  public:
-  Stream() { driver().create_stream(&stream_, kNonBlocking); }
+  explicit Stream(int index) : device_{Device::Kind::kCuda, index} {
+    DeviceGuard(index)->create_stream(&device_.stream, kNonBlocking);
+  }
   ~Stream() {
-    static_cast<void>(driver().synchronize.status(stream_));
-    static_cast<void>(driver().destroy_stream.status(stream_));
+    drain();
+    static_cast<void>(DeviceGuard(device_.index, std::nothrow)->destroy_stream.status(get()));
   }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
-  void* get() const { return stream_; }
+  void* get() const { return device_.stream; }
+  const Device& device() const { return device_; }  ///< with this stream
+  /// The host waits until nothing is under way, however that ended.
+  void drain() noexcept { static_cast<void>(DeviceGuard(device_.index, std::nothrow)->synchronize.status(get())); }
 
  private:
-  void* stream_ = nullptr;
+  Device device_;
 };
 
-/// A thread that waits for it sleeps: a spinning one would take a core from the training.
+/// Marks what a stream had to do when it was recorded. A thread that waits for it sleeps: a spinning one would take a
+/// core from the training.
 class Event {
  public:
-  Event() { driver().create_event(&event_, kDisableTiming | kBlockingSync); }
-  ~Event() { static_cast<void>(driver().destroy_event.status(event_)); }
+  explicit Event(int index) : index_(index) {
+    DeviceGuard(index)->create_event(&event_, kDisableTiming | kBlockingSync);
+  }
+  ~Event() { static_cast<void>(DeviceGuard(index_, std::nothrow)->destroy_event.status(event_)); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   void* get() const { return event_; }
-  void record(void* stream) { driver().record(event_, stream); }
-  void wait() { driver().wait(event_); }
-  void wait_on(void* stream) { driver().wait_for_event(stream, event_, 0); }
+  void record(void* stream) { DeviceGuard(index_)->record(event_, stream); }
+  void wait() { DeviceGuard(index_)->wait(event_); }
+  void hold(void* stream) { DeviceGuard(index_)->wait_for_event(stream, event_, 0); }  ///< waits, on the device
   /// Puts what `stream` is given from here on behind what `behind` has to do by now. A capture can't wait for what is
   /// outside of it. Where `behind` is gone, the host waits for all that the device has to do.
   void order(void* stream, void* behind);
 
  private:
+  int index_;
   void* event_ = nullptr;
 };
 

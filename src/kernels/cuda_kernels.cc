@@ -1,14 +1,12 @@
 // NVRTC, CUDA's compiler as a library, compiles the kernels where they run, for the device and the driver that are
 // there.
-#include "kernels/cuda_kernels.h"
-
 #include <dlfcn.h>
 #include <link.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,13 +21,14 @@
 namespace shardow::kernels::cuda {
 namespace {
 
-struct Compiled {
-  std::string image;               ///< a cubin; PTX where NVRTC does not know the device yet
-  std::vector<std::string> names;  ///< of the kernels in the image, in the order in which they were asked for
-  std::string compiler;            ///< "NVRTC 12.9"
-};
-
 using base::fail;
+using Names = std::vector<std::string>;
+
+struct Compiled {
+  std::string image;                            ///< a cubin; PTX where NVRTC does not know the device yet
+  Names names;                                  ///< of the kernels in the image, in the order asked for
+  std::map<int, std::vector<void*>> functions;  ///< that devices have of them, by the devices' indices
+};
 
 constexpr int kLeastMajor = 12;
 constexpr const char* kTooOld = "this NVRTC is too old: 12.0 or later compiles the kernels";
@@ -57,21 +56,18 @@ struct Nvrtc {
   Call<void*, const char*, const char**> lowered_name{library, "nvrtcGetLoweredName"};
 
   int major = 0, minor = 0;
+  std::string name = {};  ///< "NVRTC 12.9"
 };
 
 void fail_call(const char* function, int status) {
   fail(Code::kInternal, "{}: error {}", function, status);
 }
 
-std::string version_of(int version) {
-  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
-}
-
 /// The end of messages.
 std::string device_and_driver(int index) {
   const auto& [context, name, capability, multiprocessors] = used_device(index);
-  return fmt::format("device {} is {} of compute capability {}.{}, its driver is of CUDA {}", index, name,
-                     capability / 10, capability % 10, version_of(driver_version()));
+  return fmt::format("device {} is {} of compute capability {}.{}, its driver is of CUDA {}.{}", index, name,
+                     capability / 10, capability % 10, driver_version() / 1000, driver_version() % 1000 / 10);
 }
 
 /// Opens what SHARDOW_NVRTC names; else what the process has (torch's), what the loader finds, the toolkit's. An NVRTC
@@ -107,10 +103,11 @@ void load_builtins(void* handle, int major, int minor) {
 Nvrtc open(int index) {
   Nvrtc nvrtc{Library{open_library(index), kTooOld, &fail_call}};
   nvrtc.version(&nvrtc.major, &nvrtc.minor);
+  nvrtc.name = fmt::format("NVRTC {}.{}", nvrtc.major, nvrtc.minor);
   if (nvrtc.major < kLeastMajor) fail(Code::kUnsupported, "{} (this one is {}.{})", kTooOld, nvrtc.major, nvrtc.minor);
   if (nvrtc.major > driver_version() / 1000) {
-    fail(Code::kUnsupported, "the driver refuses what NVRTC {}.{} writes: update it, or use an NVRTC of its CUDA ({})",
-         nvrtc.major, nvrtc.minor, device_and_driver(index));
+    fail(Code::kUnsupported, "the driver refuses what {} writes: update it, or use an NVRTC of its CUDA ({})",
+         nvrtc.name, device_and_driver(index));
   }
   load_builtins(nvrtc.library.handle, nvrtc.major, nvrtc.minor);
   return nvrtc;
@@ -121,34 +118,25 @@ const Nvrtc& library(int index) {
   return nvrtc;
 }
 
-class Program {
- public:
-  explicit Program(const Nvrtc& nvrtc) : nvrtc_(nvrtc) {
-    std::vector<const char*> texts, names;
-    for (const Source& source : kSources) {
-      texts.push_back(source.text);
-      names.push_back(source.name);
-    }
-    nvrtc_.create(&program_, kProgram, "shardow.cu", static_cast<int>(texts.size()), texts.data(), names.data());
+auto begin_program(const Nvrtc& nvrtc) {
+  std::vector<const char*> texts, names;
+  for (const Source& source : kSources) {
+    texts.push_back(source.text);
+    names.push_back(source.name);
   }
-  ~Program() { static_cast<void>(nvrtc_.destroy.status(&program_)); }
-  Program(const Program&) = delete;
-  Program& operator=(const Program&) = delete;
+  void* program = nullptr;
+  nvrtc.create(&program, kProgram, "shardow.cu", static_cast<int>(texts.size()), texts.data(), names.data());
+  const auto end = [&nvrtc](void* ended) { static_cast<void>(nvrtc.destroy.status(&ended)); };
+  return std::unique_ptr<void, decltype(end)>(program, end);
+}
 
-  void* get() const { return program_; }
-
-  std::string text(const Call<void*, size_t*>& size, const Call<void*, char*>& get) const {
-    size_t bytes = 0;
-    size(program_, &bytes);
-    std::string text(bytes, '\0');
-    get(program_, text.data());
-    return text;
-  }
-
- private:
-  const Nvrtc& nvrtc_;
-  void* program_ = nullptr;
-};
+std::string text_of(void* program, const Call<void*, size_t*>& size, const Call<void*, char*>& get) {
+  size_t bytes = 0;
+  size(program, &bytes);
+  std::string text(bytes, '\0');
+  get(program, text.data());
+  return text;
+}
 
 /// The device's own architecture where NVRTC knows it, else the latest before it, for PTX, from which the driver makes
 /// code.
@@ -159,14 +147,11 @@ int architecture(const Nvrtc& nvrtc, int index) {
   nvrtc.architectures(known.data());
   const auto later = std::upper_bound(known.begin(), known.end(), used_device(index).capability);
   if (later != known.begin()) return later[-1];
-  fail(Code::kUnsupported, "NVRTC {}.{} no longer compiles for this device: use an older one ({})", nvrtc.major,
-       nvrtc.minor, device_and_driver(index));
+  fail(Code::kUnsupported, "{} no longer compiles for this device: use an older one ({})", nvrtc.name,
+       device_and_driver(index));
 }
 
-/// Kernels by their names in shardow::kernels::cuda with their template arguments, for a device. Throws kUnsupported,
-/// saying what was looked for, where there is no NVRTC that both driver and device go with; kInternal with NVRTC's log
-/// where it refuses the sources.
-Compiled compile(const std::vector<std::string>& kernels, int index) {
+Compiled compile(const Names& kernels, int index) {
   const Nvrtc& nvrtc = library(index);
   const int target = architecture(nvrtc, index);
   const bool known = target == used_device(index).capability;
@@ -176,15 +161,15 @@ Compiled compile(const std::vector<std::string>& kernels, int index) {
   const char* const options[] = {"--std=c++20", option.c_str(), "--fmad=false", "-default-device",
                                  "--diag-suppress=161"};  // a pragma of the host's
 
-  const Program program(nvrtc);
+  const auto program = begin_program(nvrtc);
   for (const std::string& kernel : kernels) nvrtc.add_name(program.get(), kernel.c_str());
   if (nvrtc.compile.status(program.get(), std::size(options), options) != 0) {
-    fail(Code::kInternal, "NVRTC {}.{} refuses the kernels: {} ({})", nvrtc.major, nvrtc.minor,
-         program.text(nvrtc.log_size, nvrtc.log), device_and_driver(index));
+    fail(Code::kInternal, "{} refuses the kernels: {} ({})", nvrtc.name,
+         text_of(program.get(), nvrtc.log_size, nvrtc.log), device_and_driver(index));
   }
   Compiled compiled;
-  compiled.compiler = fmt::format("NVRTC {}.{}", nvrtc.major, nvrtc.minor);
-  compiled.image = known ? program.text(nvrtc.cubin_size, nvrtc.cubin) : program.text(nvrtc.ptx_size, nvrtc.ptx);
+  compiled.image =
+      known ? text_of(program.get(), nvrtc.cubin_size, nvrtc.cubin) : text_of(program.get(), nvrtc.ptx_size, nvrtc.ptx);
   for (const std::string& kernel : kernels) {
     const char* name = nullptr;
     nvrtc.lowered_name(program.get(), kernel.c_str(), &name);
@@ -193,44 +178,11 @@ Compiled compile(const std::vector<std::string>& kernels, int index) {
   return compiled;
 }
 
-using Names = std::vector<std::string>;
-
-class Loaded {
- public:
-  const std::vector<void*>& functions(const Names& names, int index) {
-    const base::Lock lock(mutex_);
-    const auto known = functions_.find({index, names});
-    if (known != functions_.end()) return known->second;
-    const Compiled& compiled = compiled_for(names, index);
-    void* module = nullptr;
-    driver().load_module(&module, compiled.image.data());
-    std::vector<void*> functions(names.size());
-    for (size_t i = 0; i < names.size(); ++i) driver().function(&functions[i], module, compiled.names[i].c_str());
-    return functions_.emplace(std::pair{index, names}, std::move(functions)).first->second;
-  }
-
-  CompileReport report() {
-    const base::Lock lock(mutex_);
-    return report_;
-  }
-
- private:
-  const Compiled& compiled_for(const Names& names, int index) SHARDOW_REQUIRES(mutex_) {
-    const std::pair key{used_device(index).capability, names};
-    const auto known = compiled_.find(key);
-    if (known != compiled_.end()) return known->second;
-    const base::Time began = base::now();
-    const Compiled& compiled = compiled_.emplace(key, compile(names, index)).first->second;
-    report_.compiler = compiled.compiler;
-    report_.device = used_device(index).name;
-    report_.seconds += std::chrono::duration<double>(base::now() - began).count();
-    return compiled;
-  }
-
-  base::Mutex mutex_;
-  std::map<std::pair<int, Names>, Compiled> compiled_ SHARDOW_GUARDED_BY(mutex_);             // by capability
-  std::map<std::pair<int, Names>, std::vector<void*>> functions_ SHARDOW_GUARDED_BY(mutex_);  // by device
-  CompileReport report_ SHARDOW_GUARDED_BY(mutex_);
+/// Kernels that the process has compiled, by capability and names.
+struct Loaded {
+  base::Mutex mutex;
+  std::map<std::pair<int, Names>, Compiled> compiled SHARDOW_GUARDED_BY(mutex);
+  CompileReport report SHARDOW_GUARDED_BY(mutex);
 };
 
 Loaded& loaded() {
@@ -241,7 +193,25 @@ Loaded& loaded() {
 }  // namespace
 
 const std::vector<void*>& load_kernels(const Names& names, int index) {
-  return loaded().functions(names, index);
+  Loaded& all = loaded();
+  const UsedDevice& device = used_device(index);
+  const base::Lock lock(all.mutex);
+  Compiled& compiled = all.compiled[{device.capability, names}];
+  if (compiled.image.empty()) {
+    const base::Time began = base::now();
+    compiled = compile(names, index);
+    all.report = {library(index).name, device.name, all.report.seconds + base::seconds_since(began)};
+  }
+  std::vector<void*>& functions = compiled.functions[index];
+  if (functions.empty()) {
+    const DeviceGuard guard(index);
+    void* module = nullptr;
+    guard->load_module(&module, compiled.image.data());
+    std::vector<void*> handles(names.size());
+    for (size_t i = 0; i < names.size(); ++i) guard->function(&handles[i], module, compiled.names[i].c_str());
+    functions = std::move(handles);
+  }
+  return functions;
 }
 
 void check_kernels(int index) {
@@ -249,7 +219,9 @@ void check_kernels(int index) {
 }
 
 CompileReport compile_report() {
-  return loaded().report();
+  Loaded& all = loaded();
+  const base::Lock lock(all.mutex);
+  return all.report;
 }
 
 }  // namespace shardow::kernels::cuda

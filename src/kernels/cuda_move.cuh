@@ -13,22 +13,18 @@ __global__ void cast_kernel(const From* from, To* to, int64_t count) {
     convert_group(warp.lane, count - begin, from + begin, to + begin);
 }
 
-/// Swaps words of 16 bits, which all four dtypes are made of.
-__device__ inline void swap_group(int lane, int64_t left, uint16_t* a, uint16_t* b) {
-  with_access<uint16_t>(aligned(a) && aligned(b), lane, left, [&](const auto& access) {
-    uint16_t x[kPerLane], y[kPerLane];
-    access.load(a, x);
-    access.load(b, y);
-    access.store(a, y);
-    access.store(b, x);
-  });
+/// Words of 16 bits, which all four dtypes are made of.
+__device__ inline void exchange(uint16_t& parameter, uint16_t& average, Direction) {
+  const uint16_t before = parameter;
+  parameter = average;
+  average = before;
 }
 
-__device__ inline void exchange_group(int lane, int64_t left, uint16_t* parameter, uint32_t* average,
-                                      Direction direction) {
-  with_access<uint32_t>(aligned(parameter) && aligned(average), lane, left, [&](const auto& access) {
+template <class A>
+__device__ inline void exchange_group(int lane, int64_t left, uint16_t* parameter, A* average, Direction direction) {
+  with_access<A>(aligned(parameter) && aligned(average), lane, left, [&](const auto& access) {
     uint16_t p[kPerLane];
-    uint32_t e[kPerLane];
+    A e[kPerLane];
     access.load(parameter, p);
     access.load(average, e);
 #pragma unroll
@@ -51,7 +47,8 @@ __global__ void swap_kernel(const __grid_constant__ Pairs pairs) {
         exchange_group(warp.lane, left, pair.parameter + begin, static_cast<uint32_t*>(pair.average) + begin,
                        pairs.direction);
       } else {
-        swap_group(warp.lane, left, pair.parameter + begin, static_cast<uint16_t*>(pair.average) + begin);
+        exchange_group(warp.lane, left, pair.parameter + begin, static_cast<uint16_t*>(pair.average) + begin,
+                       pairs.direction);
       }
     }
     group -= groups;

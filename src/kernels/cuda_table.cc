@@ -9,7 +9,7 @@
 // the device, for what the last one had to do. A capture can't wait for what is outside of it: who captures has
 // synchronised before, as torch does.
 #include <algorithm>
-#include <cstring>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,7 +18,6 @@
 
 #include "kernels/cuda.h"
 #include "kernels/cuda_driver.h"
-#include "kernels/cuda_kernels.h"
 #include "kernels/cuda_work.h"
 #include "kernels/memory.h"
 #include "shardow/error.h"
@@ -74,8 +73,8 @@ const char* type_of(DType dtype) {
   }
 }
 
-/// "<float, BF16, float>": the averages' type, and those that the parameters have.
-std::string arguments_for(std::span<const Chunk> chunks) {
+/// "update_kernel<float, BF16, float>": the averages' type, and those that the parameters have; and the copy's.
+std::vector<std::string> names_for(std::span<const Chunk> chunks) {
   const DType average = chunks.empty() ? DType::kF32 : chunks[0].average_dtype;
   std::string arguments = std::string("<") + type_of(average);
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
@@ -85,109 +84,81 @@ std::string arguments_for(std::span<const Chunk> chunks) {
   }
   if (std::any_of(chunks.begin(), chunks.end(), [&](const Chunk& chunk) { return chunk.average_dtype != average; }))
     throw Error(Code::kUnsupported, "averages of several dtypes in one table");
-  return arguments + ">";
-}
-
-std::vector<std::string> names_for(std::span<const Chunk> chunks) {
-  const std::string arguments = arguments_for(chunks);
+  arguments += ">";
   return {"update_kernel" + arguments, "copy_kernel" + arguments};
 }
 
 template <class... Arguments>
-void launch(void* kernel, unsigned blocks, void* stream, const Arguments&... arguments) {
+void launch(void* kernel, unsigned blocks, const Device& device, const Arguments&... arguments) {
   void* addresses[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-  driver().launch(kernel, blocks, 1, 1, kThreads, 1, 1, 0, stream, addresses, nullptr);
+  DeviceGuard(device.index)->launch(kernel, blocks, 1, 1, kThreads, 1, 1, 0, device.stream, addresses, nullptr);
+}
+
+void set_to_zero(void* memory, size_t bytes, const Device& device) {
+  DeviceGuard(device.index)->set(memory, 0, bytes, device.stream);
 }
 
 class TableImpl final : public Table {
  public:
   TableImpl(std::span<const Chunk> chunks, Device device)
-      : device_(device), kernels_(load_kernels(names_for(chunks), device.index)) {
+      : device_(device), kernels_(load_kernels(names_for(chunks), device.index)), done_(device.index) {
     const std::vector<Tile> tiles =
         make_tiles(chunks, tile_elements(chunks, used_device(device.index).multiprocessors));
     if (tiles.size() > 0xffffffffu) throw Error(Code::kUnsupported, "more than 2^32 tiles in one table");
-    num_tiles_ = static_cast<uint32_t>(tiles.size());
-    resources_ = std::make_unique<Resources>(Device{Device::Kind::kCuda, device.index}, chunks.size(), tiles.size());
+    for (size_t i = 0; i < kSlots; ++i) written_.emplace_back(device.index);
     fill(chunks, tiles);
   }
 
   ~TableImpl() override {
-    const DeviceGuard guard(device_.index, std::nothrow);
     finish();
-    if (captured_) resources_->kept.abandon();
-    resources_.reset();
+    if (captured_) kept_.abandon();
   }
 
   void update(const Step& step) override {
-    if (num_tiles_ == 0 || step.num_averages == 0) return;
-    const DeviceGuard guard(device_.index);
+    if (work_.num_tiles == 0 || step.num_averages == 0) return;
     const bool captured = capturing(device_);
-    const UpdateArguments* const kept = captured ? array_in<UpdateArguments>(resources_->kept) : nullptr;
+    const UpdateArguments* const kept = captured ? array_in<UpdateArguments>(kept_) : nullptr;
     captured_ = captured_ || captured;
-    launch(kernels_[0], blocks(), device_.stream, captured ? UpdateArguments{} : UpdateArguments{step, work()}, kept);
+    launch(kernels_[0], blocks(), device_, captured ? UpdateArguments{} : UpdateArguments{step, work_}, kept);
   }
 
   void copy(int num_averages) override {
-    if (num_tiles_ == 0) return;
-    const DeviceGuard guard(device_.index);
+    if (work_.num_tiles == 0) return;
     if (capturing(device_))
       throw Error(Code::kInvalidArgument,
                   "averages begin with their weights outside of a capture: a replay would begin them again");
-    launch(kernels_[1], blocks(), device_.stream, work(), num_averages);
+    launch(kernels_[1], blocks(), device_, work_, num_averages);
   }
 
   void set_step(const Step& step) override {
-    const DeviceGuard guard(device_.index);
     const size_t slot = next_slot_++ % kSlots;
-    Event& written = resources_->written[slot];
-    written.wait();
-    UpdateArguments* const pinned = array_in<UpdateArguments>(resources_->pinned) + slot;
-    *pinned = {step, work()};
-    driver().copy(array_in<UpdateArguments>(resources_->kept), pinned, sizeof(UpdateArguments), device_.stream);
-    written.record(device_.stream);
+    written_[slot].wait();
+    UpdateArguments* const pinned = array_in<UpdateArguments>(pinned_) + slot;
+    *pinned = {step, work_};
+    cuda::copy(kept_.data(), pinned, sizeof(UpdateArguments), device_);
+    written_[slot].record(device_.stream);
   }
 
   Tally read_tally() override {
-    const DeviceGuard guard(device_.index);
-    DeviceTally* const read = array_in<DeviceTally>(resources_->read);
-    driver().copy(read, array_in<DeviceTally>(resources_->tally), sizeof(DeviceTally), device_.stream);
-    driver().set(array_in<DeviceTally>(resources_->tally), 0, sizeof(DeviceTally), device_.stream);
-    resources_->done.record(device_.stream);
-    resources_->done.wait();
+    DeviceTally* const read = array_in<DeviceTally>(read_);
+    cuda::copy(read, tally_.data(), sizeof(DeviceTally), device_);
+    set_to_zero(tally_.data(), sizeof(DeviceTally), device_);
+    done_.record(device_.stream);
+    done_.wait();
     return {static_cast<int64_t>(read->non_finite),
             read->non_finite > 0 ? static_cast<int64_t>(0xffffffffu - read->last_chunk) : -1};
   }
 
   void set_stream(void* stream) override {
     if (stream == device_.stream) return;
-    const DeviceGuard guard(device_.index);
-    resources_->done.order(stream, device_.stream);
+    done_.order(stream, device_.stream);
     device_.stream = stream;
   }
 
  private:
   static constexpr size_t kSlots = 16;
 
-  struct Resources {
-    Resources(const Device& device, size_t num_chunks, size_t num_tiles)
-        : chunks(std::max<size_t>(num_chunks, 1) * sizeof(Chunk), device),
-          tiles(std::max<size_t>(num_tiles, 1) * sizeof(Tile), device),
-          tally(sizeof(DeviceTally), device),
-          kept(sizeof(UpdateArguments), device),
-          pinned(Memory::pinned(kSlots * sizeof(UpdateArguments), device)),
-          read(Memory::pinned(sizeof(DeviceTally), device)),
-          written(kSlots) {}
-
-    Memory chunks, tiles, tally, kept, pinned, read;
-    std::vector<Event> written;
-    Event done;  // of what the host or another stream waits for
-  };
-
-  unsigned blocks() const { return (num_tiles_ + kWarps - 1) / kWarps; }
-  Work work() const {
-    return {array_in<Chunk>(resources_->chunks), array_in<Tile>(resources_->tiles), num_tiles_,
-            array_in<DeviceTally>(resources_->tally)};
-  }
+  unsigned blocks() const { return (work_.num_tiles + kWarps - 1) / kWarps; }
 
   /// Waits for what the table has under way, so that its memory can be freed. A graph may be replayed when the table is
   /// gone: then it reads zeros and does nothing. What it reads is never freed. The zeros come after the replays before,
@@ -195,36 +166,42 @@ class TableImpl final : public Table {
   void finish() noexcept {
     try {
       std::optional<Stream> aside;
-      const StreamState state = state_of(device_.stream);
-      void* const stream = state == StreamState::kReady ? device_.stream : aside.emplace().get();
-      if (state == StreamState::kGone) driver().synchronize_context();
+      const StreamState state = state_of(device_);
+      const Device& device = state == StreamState::kReady ? device_ : aside.emplace(device_.index).device();
+      if (state == StreamState::kGone) DeviceGuard(device_.index)->synchronize_context();
       if (state == StreamState::kCaptured) {
-        for (Event& written : resources_->written) written.wait();
+        for (Event& written : written_) written.wait();
       }
-      if (captured_)
-        static_cast<void>(
-            driver().set.status(array_in<UpdateArguments>(resources_->kept), 0, sizeof(UpdateArguments), stream));
-      driver().synchronize(stream);
+      if (captured_) set_to_zero(kept_.data(), sizeof(UpdateArguments), device);
+      cuda::finish(device);
     } catch (const Error&) {  // the device has failed: nothing is done or replayed any more
     }
   }
 
   /// Fills the device's memory on a private stream, so that nothing waits for what the device has to do for others.
   void fill(std::span<const Chunk> chunks, const std::vector<Tile>& tiles) {
-    const Stream stream;
-    if (num_tiles_ > 0) {
-      driver().copy(array_in<Chunk>(resources_->chunks), chunks.data(), chunks.size_bytes(), stream.get());
-      driver().copy(array_in<Tile>(resources_->tiles), tiles.data(), tiles.size() * sizeof(Tile), stream.get());
-    }
-    driver().set(array_in<DeviceTally>(resources_->tally), 0, sizeof(DeviceTally), stream.get());
-    driver().set(array_in<UpdateArguments>(resources_->kept), 0, sizeof(UpdateArguments), stream.get());
-    driver().synchronize(stream.get());
+    const Stream stream(device_.index);
+    const auto put = [&](Memory& memory, const void* from, size_t bytes) {
+      memory = Memory(bytes, stream.device());
+      if (bytes > 0) cuda::copy(memory.data(), from, bytes, stream.device());
+    };
+    put(chunks_, chunks.data(), chunks.size_bytes());
+    put(tiles_, tiles.data(), tiles.size() * sizeof(Tile));
+    work_ = {array_in<Chunk>(chunks_), array_in<Tile>(tiles_), static_cast<uint32_t>(tiles.size()),
+             array_in<DeviceTally>(tally_)};
+    set_to_zero(tally_.data(), sizeof(DeviceTally), stream.device());
+    set_to_zero(kept_.data(), sizeof(UpdateArguments), stream.device());
+    cuda::finish(stream.device());
   }
 
   Device device_;
   const std::vector<void*> kernels_;  // of names_for()
-  uint32_t num_tiles_;
-  std::unique_ptr<Resources> resources_;
+  Work work_;                         // in chunks_, tiles_, tally_
+  Memory chunks_, tiles_, tally_{sizeof(DeviceTally), device_}, kept_{sizeof(UpdateArguments), device_};
+  Memory pinned_ = Memory::pinned(kSlots * sizeof(UpdateArguments), device_);
+  Memory read_ = Memory::pinned(sizeof(DeviceTally), device_);
+  std::deque<Event> written_;  // of the slots
+  Event done_;                 // of what the host or another stream waits for
   size_t next_slot_ = 0;
   bool captured_ = false;
 };
@@ -234,7 +211,7 @@ template <class... Arguments>
 void launch_over(int64_t groups, const std::string& kernel, const Device& device, const Arguments&... arguments) {
   if (groups == 0) return;
   const auto blocks = static_cast<unsigned>(std::clamp<int64_t>((groups + kWarps - 1) / kWarps, 1, 4096));
-  launch(load_kernels({kernel}, device.index)[0], blocks, device.stream, arguments...);
+  launch(load_kernels({kernel}, device.index)[0], blocks, device, arguments...);
 }
 
 int64_t groups_of(int64_t count) {
@@ -244,13 +221,10 @@ int64_t groups_of(int64_t count) {
 }  // namespace
 
 std::unique_ptr<Table> upload(std::span<const Chunk> chunks, Device device) {
-  const DeviceGuard guard(device.index);
   return std::make_unique<TableImpl>(chunks, device);
 }
 
 void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, Direction direction) {
-  const Device& device = parameters[0].device;
-  const DeviceGuard guard(device.index);
   Pairs pairs{{}, static_cast<int>(parameters.size()), direction};
   int64_t groups = 0;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -260,14 +234,13 @@ void swap(std::span<const TensorView> parameters, std::span<const TensorView> av
                       exchange};
     groups += groups_of(pairs.pairs[i].count);
   }
-  launch_over(groups, "swap_kernel", device, pairs);
+  launch_over(groups, "swap_kernel", parameters[0].device, pairs);
 }
 
 void cast(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count, Device device) {
   if (count == 0) return;
-  const DeviceGuard guard(device.index);
   if (from_dtype == to_dtype) {
-    driver().copy(to, from, static_cast<size_t>(byte_size(from_dtype, count)), device.stream);
+    copy(to, from, static_cast<size_t>(byte_size(from_dtype, count)), device);
   } else {
     launch_over(groups_of(count), std::string("cast_kernel<") + type_of(from_dtype) + ", " + type_of(to_dtype) + ">",
                 device, from, to, count);

@@ -41,7 +41,7 @@ class Cuda : public ::testing::Test {
       GTEST_SKIP() << cuda::why_not();
     }
     guard_.emplace(0);
-    stream_.emplace();
+    stream_.emplace(0);
     device_ = Device{Device::Kind::kCuda, 0, stream()};
   }
   void TearDown() override {
@@ -194,18 +194,6 @@ std::vector<Problem> simple_problems(Random& random) {
   for (const int64_t count : {5, 3000, 70000})
     problems.emplace_back(DType::kBF16, DType::kF32, 2, count, 0, 0, Values::kFinite, random);
   return problems;
-}
-
-TEST_F(Cuda, OneUpdateIsOneNode) {
-  Random random(4);
-  std::vector<Problem> problems = simple_problems(random);
-  OnDevice on_device(problems);
-  const auto table = cuda::upload(on_device.chunks, device_);
-  const Step step = random_step(DType::kF32, 2, true, random);
-  const Recording recording({{0, stream()}}, kThreadLocal, [&] { table->update(step); });
-  size_t nodes = 0;
-  graph_calls().nodes(recording.graphs.at(0).graph, nullptr, &nodes);
-  EXPECT_EQ(nodes, 1u);
 }
 
 TEST_F(Cuda, AGraphReplaysWithTheLatestStep) {

@@ -20,7 +20,7 @@ Memory::Memory(size_t bytes, const Device& device) : bytes_(bytes), device_(devi
 
 Memory Memory::pinned(size_t bytes, const Device& device) {
   Memory made;
-  if (bytes > 0) made.data_ = static_cast<std::byte*>(cuda::pin(bytes, device.index));
+  if (bytes > 0) made.data_ = static_cast<std::byte*>(cuda::allocate(bytes, device.index, true));
   made.bytes_ = bytes;
   made.device_ = device;
   made.pinned_ = true;
@@ -43,10 +43,8 @@ Memory& Memory::operator=(Memory&& other) noexcept {
 
 Memory::~Memory() {
   if (data_ == nullptr) return;
-  if (pinned_) {
-    cuda::unpin(data_, device_.index);
-  } else if (device_.kind == Device::Kind::kCuda) {
-    cuda::release(data_, device_.index);
+  if (device_.kind == Device::Kind::kCuda) {
+    cuda::release(data_, device_.index, pinned_);
   } else {
     ::operator delete(data_, kAlignment);
   }

@@ -21,6 +21,7 @@ class Memory {
 
   std::byte* data() const noexcept { return data_; }  ///< null if and only if empty
   size_t bytes() const noexcept { return bytes_; }
+  const Device& device() const noexcept { return device_; }
   void abandon() noexcept { data_ = nullptr; }  ///< leaves it to what a device may still read it for: never released
 
  private:

@@ -7,7 +7,7 @@
 #include <latch>
 #include <map>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <thread>
 
 #include "base/allocations_fixture.h"
@@ -81,11 +81,6 @@ class CudaCalls : public ::testing::Test {
     Numbers calls;
     Recording({{0, fake::stream(0, 1)}}, kGlobal, [&] { calls = calls_of([&] { ema_->update(); }); });
     return calls;
-  }
-
-  static size_t pending() {
-    const std::lock_guard lock(fake::world().streams.mutex());
-    return fake::world().streams.pending();
   }
 
   const Numbers follows_{{"record", 1}, {"stream waits", 1}};
@@ -178,7 +173,7 @@ TEST_F(CudaCalls, AnUpdateThatFailedHasNoCopyOnItsWay) {
     ema_->update();
     EXPECT_NE(error_of([&] { ema_->wait(); }), "");
     fake::fail_copy(-1);
-    EXPECT_EQ(pending(), 0u) << "the weights may be freed now";
+    EXPECT_EQ(fake::world().streams.pending(), 0u) << "the weights may be freed now";
     TearDown();
   }
 }
@@ -200,7 +195,10 @@ TEST_F(CudaCalls, TheStreamWaitsForTheLastCopyAndTheHostDoesNot) {
   fake::world().log.clear();
   ema_->update();
   ema_->finish_reading();  // nothing has been copied yet
-  EXPECT_GT(pending(), 0u);
+  {
+    const auto lock = fake::locked();
+    EXPECT_GT(fake::world().streams.pending(), 0u);
+  }
   EXPECT_EQ(fake::calls_of("stream waits").back().stream, fake::stream(0, 1));
   held.count_down();
   ema_->wait();
@@ -256,12 +254,10 @@ TEST_F(CudaCalls, AnUpdateInACaptureTakesItsStepFromTheDevice) {
 
 TEST_F(CudaCalls, ANewStreamComesAfterTheWorkOfOneThatIsGone) {
   make();
-  const Current current(0);
-  void* stream = nullptr;
-  kernels::cuda::driver().create_stream(&stream, kernels::cuda::kNonBlocking);
-  ema_->set_stream(0, stream);
+  std::optional<kernels::cuda::Stream> stream(0);
+  ema_->set_stream(0, stream->get());
   ema_->update();
-  kernels::cuda::driver().destroy_stream(stream);
+  stream.reset();
   EXPECT_EQ(calls_of([&] { ema_->set_stream(0, fake::stream(0, 2)); })["host waits for device"], 1);
 }
 

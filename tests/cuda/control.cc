@@ -1,7 +1,5 @@
 // The tests' side of the fake driver, in C++ and, by names of C, in Python.
 
-#include <algorithm>
-#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -58,7 +56,7 @@ size_t allocated() {
 void* stream(int device, int number) {
   const auto lock = locked();
   void*& stream = world().users_streams[{device, number}];
-  if (stream == nullptr) stream = world().streams.make(device, false);
+  if (stream == nullptr) stream = world().streams.make(device);
   return stream;
 }
 
@@ -78,18 +76,9 @@ void run(void* stream, int device) {
   world().streams.until(lock, [mark = world().streams.at(device, stream).last] { return done(mark); });
 }
 
-void fetch(void* to, const void* from, size_t bytes, int device, void* stream) {
-  enqueue(device, stream, [=] { std::memcpy(to, from, bytes); });
-  run(stream, device);
-}
-
 void synchronize() {
   auto lock = locked();
-  if (world().options.threads) {
-    world().streams.until(lock, [] { return world().streams.pending() == 0; });
-  } else {
-    world().streams.everything();
-  }
+  world().streams.until(lock, [] { return world().streams.pending() == 0; });
 }
 
 int64_t copied_to_host() {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <iterator>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -74,15 +73,6 @@ bool is_current(void* handle) {
   return handle == nullptr || (!is_gone(handle) && stream_of(handle)->device == current_device());
 }
 
-/// The default stream waits for blocking ones, which a capture can't have.
-Result implicit(void* handle) {
-  for (const Stream& other : world().streams.all()) {
-    if (handle == nullptr && other.capture != nullptr && other.blocking && other.device == current_device())
-      return lose(*other.capture, kCaptureImplicit);
-  }
-  return kSuccess;
-}
-
 /// The block that an address lies in.
 const Block& block_of(const void* address) {
   return world().memory.find(address);
@@ -90,8 +80,8 @@ const Block& block_of(const void* address) {
 
 /// Into the stream, or into the graph that it is captured into. `touched`: addresses that the work is given.
 Result enqueue(void* handle, Work work, const std::vector<const void*>& touched) {
+  if (const Result result = state()) return result;
   if (is_gone(handle)) return kInvalidHandle;
-  if (const Result result = implicit(handle)) return result;
   for (const void* address : touched) work.blocks.push_back(block_of(address));
   const auto capture = capture_of(handle);
   if (capture == nullptr) {
@@ -113,6 +103,7 @@ Result allocate(void** memory, size_t bytes, bool pinned) {
 }
 
 Result wait_for(std::unique_lock<std::mutex>& lock, const std::vector<Mark>& marks) {
+  if (const Result result = outside_of_captures()) return result;
   world().streams.until(lock, [&] { return std::all_of(marks.begin(), marks.end(), done); });
   return state();
 }
@@ -141,19 +132,14 @@ std::string checked_image(const void* image) {
 }
 
 struct Text {
-  int result;
-  const char *name, *text;
+  const char *name = nullptr, *text = nullptr;
 };
-constexpr Text kTexts[] = {{kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-                           {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-                           {kInvalidValue, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
-                           {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
-                           {kNoDevice, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
-                           {0, "CUDA_ERROR_UNKNOWN", "an error"}};
 
-const Text& text_of(int result) {
-  return *std::find_if(std::begin(kTexts), std::end(kTexts) - 1,
-                       [&](const Text& text) { return text.result == result; });
+/// Describes errors that users read; the engine gives the numbers of others.
+Text text_of(int result) {
+  if (result == kOutOfMemory) return {"CUDA_ERROR_OUT_OF_MEMORY", "out of memory"};
+  if (result == kNoDevice) return {"CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"};
+  return {};
 }
 
 }  // namespace
@@ -226,7 +212,6 @@ int cuCtxSynchronize() {
     if (stream.capture != nullptr) return lose(*stream.capture, kCaptureUnsupported);
     marks.push_back(stream.last);
   }
-  if (const Result result = outside_of_captures()) return result;
   return wait_for(lock, marks);
 }
 
@@ -257,7 +242,6 @@ int cuMemGetAddressRange_v2(const void** begin, size_t* bytes, const void* memor
 int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
   const Entered lock("copy", stream);
   World& all = world();
-  if (const Result result = state()) return result;
   const int number = all.num_copies++;
   if (number >= all.failing_from && number < all.failing_to) return kInvalidValue;
   for (const void* begin : {static_cast<const void*>(to), from}) {
@@ -276,17 +260,13 @@ int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
 }
 int cuMemsetD8Async(void* memory, unsigned char value, size_t bytes, void* stream) {
   const Entered lock("set", stream);
-  if (const Result result = state()) return result;
   return enqueue(stream, on_device({1, [=](size_t, Random*) { std::memset(memory, value, bytes); }}), {memory});
 }
 
 int cuStreamCreate(void** stream, unsigned flags) {
-  const Entered lock;
+  const Entered lock((flags & 1) != 0 ? "stream" : "stream that the default one blocks");
   if (const Result result = state()) return result;
-  const bool blocking = (flags & 1) == 0;
-  *stream = world().streams.make(current_device(), blocking);
-  world().note(blocking ? "stream that the default one blocks" : "stream", *stream);
-  return kSuccess;
+  return give(stream, world().streams.make(current_device()));
 }
 int cuStreamDestroy_v2(void* handle) {
   const Entered lock("end of stream", handle);
@@ -298,7 +278,6 @@ int cuStreamSynchronize(void* stream) {
   Entered lock("host waits", stream);
   if (is_gone(stream)) return kInvalidHandle;
   if (const auto capture = capture_of(stream)) return lose(*capture, kCaptureUnsupported);
-  if (const Result result = outside_of_captures()) return result;
   return wait_for(lock, {world().streams.at(current_device(), stream).last});
 }
 int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
@@ -337,7 +316,6 @@ int cuEventRecord(Event* event, void* stream) {
   const Entered lock("record", stream);
   if (const Result result = state()) return result;
   if (!world().events.count(event) || event->device != current_device() || !is_current(stream)) return kInvalidHandle;
-  if (const Result result = implicit(stream)) return result;
   event->captured = capture_of(stream);
   if (event->captured == nullptr) event->mark = world().streams.add(current_device(), stream, Work{});
   return kSuccess;
@@ -346,14 +324,12 @@ int cuEventSynchronize(Event* event) {
   Entered lock("host waits");
   if (!world().events.count(event)) return kInvalidHandle;
   if (event->captured != nullptr) return lose(*event->captured, kCapturedEvent);
-  if (const Result result = outside_of_captures()) return result;
   return wait_for(lock, {event->mark});
 }
 
 int cuStreamIsCapturing(void* stream, int* status) {
   const Entered lock;
   if (is_gone(stream)) return kInvalidHandle;
-  if (const Result result = implicit(stream)) return result;
   const auto capture = capture_of(stream);
   return give(status, capture == nullptr ? 0 : capture->invalid ? 2 : 1);
 }
@@ -371,15 +347,11 @@ int cuStreamEndCapture(void* stream, Graph** graph) {
   for (Stream& other : world().streams.all()) {
     if (other.capture == capture) other.capture = nullptr;
   }
-  *graph = capture->invalid ? nullptr : &world().graphs.emplace_back(capture->graph);
+  *graph = capture->invalid ? nullptr : new Graph(capture->graph);
   return capture->invalid ? kCaptureInvalidated : kSuccess;
 }
-int cuGraphGetNodes(Graph* graph, void**, size_t* count) {
-  return give(count, graph->size());
-}
 int cuGraphInstantiateWithFlags(Graph** replay, Graph* graph, unsigned long long) {
-  const auto lock = locked();
-  return give(replay, &world().graphs.emplace_back(*graph));
+  return give(replay, new Graph(*graph));
 }
 int cuGraphLaunch(Graph* replay, void* stream) {
   const Entered lock("replay", stream);
@@ -394,8 +366,7 @@ int cuGraphLaunch(Graph* replay, void* stream) {
   return state();
 }
 int cuGraphDestroy(Graph* graph) {
-  const auto lock = locked();
-  world().graphs.remove_if([&](const Graph& kept) { return &kept == graph; });
+  delete graph;
   return kSuccess;
 }
 int cuGraphExecDestroy(Graph* replay) __attribute__((alias("cuGraphDestroy")));
@@ -415,7 +386,6 @@ int cuModuleGetFunction(Kernel** function, Module* module, const char* name) {
 int cuLaunchKernel(Kernel* kernel, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned,
                    void* stream, void** arguments, void**) {
   const Entered lock(kernel->name.rfind("update_kernel", 0) == 0 ? "update" : "launch", stream);
-  if (const Result result = state()) return result;
   if (grid == 0 || block == 0 || block > 1024) return kInvalidValue;
   if (kernel->device != current_device() || !is_current(stream)) return kInvalidHandle;
   const size_t each = (grid + 63) / 64, parts = (grid + each - 1) / each;  // blocks to a part

@@ -64,7 +64,7 @@ struct Twin {
   std::function<std::function<void()>(void** arguments)> bind;
 };
 
-void touch_shared_memory();  ///< of this thread, so that it is there
+char touch_shared_memory();  ///< of this thread, so that it is there; changes a byte of it, and returns what that was
 
 /// By the name that the engine asks NVRTC for, "update_kernel<float, BF16>", or by the mangled one; null: none.
 const Twin* twin_of(const std::string& name);

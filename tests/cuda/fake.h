@@ -4,8 +4,8 @@
 //   at once     each at its call; for tests of the order of calls, which read the log
 //   by a seed   some time between its call and a host's wait for it, in pieces, streams in any order that CUDA allows:
 //   everything is drawn
-//               from the seed, at calls of the driver and where the host waits. With DrawnTurns the host's threads
-//               take turns by it too, and a seed replays all there was.
+//               from the seed, at calls of the driver and where the host waits. With a Simulation the host's
+//               threads take turns by a seed too, which replays all there was.
 //   by threads  each stream has a thread; for the thread sanitizer
 //
 // Memory of the device is the host's; any address may stand for one. With Options::guard what cuMemAlloc gave is out of
@@ -74,7 +74,6 @@ std::vector<Call> calls_of(const std::string& what);  ///< since reset(), or sin
 // Work that a stream of the test does, an optimizer's for example: on the host, in stream order.
 void enqueue(int device, void* stream, std::function<void()> work);
 void follow(int device, void* stream, void* behind);  ///< what it does from here on comes after what that has to do
-void fetch(void* to, const void* from, size_t bytes, int device, void* stream);  ///< to the host; no copy that fails
 
 bool inside();  ///< this thread is in a call of the driver
 
@@ -104,7 +103,6 @@ enum Result {
   kCaptureInvalidated = 901,
   kCaptureUnmatched = 903,
   kCaptureIsolation = 905,
-  kCaptureImplicit = 906,
   kCapturedEvent = 907
 };
 
@@ -155,7 +153,6 @@ int current_device();  // of this thread; -1: it has no context
 /// All of it is guarded by streams.mutex().
 struct World : Session {
   std::set<const Event*> events;
-  std::list<Graph> graphs;    ///< until they are destroyed
   std::list<Module> modules;  ///< until the process ends, as kernels: nothing unloads them
   std::list<Kernel> kernels;
   Memory memory;

@@ -4,7 +4,6 @@
 #include <functional>
 #include <map>
 #include <string>
-#include <vector>
 
 #include "kernels/cuda_driver.h"
 #include "shardow/error.h"
@@ -17,7 +16,6 @@ struct GraphCalls {
 
   cuda::Call<void*, int> begin_capture{library, "cuStreamBeginCapture_v2"};
   cuda::Call<void*, void**> end_capture{library, "cuStreamEndCapture"};
-  cuda::Call<void*, void**, size_t*> nodes{library, "cuGraphGetNodes"};
   cuda::Call<void**, void*, unsigned long long> instantiate{library, "cuGraphInstantiateWithFlags"};
   cuda::Call<void*, void*> launch{library, "cuGraphLaunch"};
   cuda::Call<void*> destroy{library, "cuGraphDestroy"};
@@ -66,37 +64,32 @@ class Recording {
     fn();
     for (const auto& [device, stream] : streams) {
       const Current current(device);
-      Graph& made = graphs.emplace_back(Graph{device, nullptr, nullptr});
-      if (const int code = graph_calls().end_capture.status(stream, &made.graph)) status = code;
-      if (made.graph != nullptr) graph_calls().instantiate(&made.replay, made.graph, 0);
+      void* graph = nullptr;
+      if (const int code = graph_calls().end_capture.status(stream, &graph)) status = code;
+      if (graph == nullptr) continue;
+      graph_calls().instantiate(&replays_[device], graph, 0);
+      graph_calls().destroy(graph);
     }
   }
   ~Recording() {
-    for (const Graph& made : graphs) {
-      if (made.graph == nullptr) continue;
-      static_cast<void>(graph_calls().destroy.status(made.graph));
-      static_cast<void>(graph_calls().destroy_replay.status(made.replay));
-    }
+    for (const auto& [device, replay] : replays_) static_cast<void>(graph_calls().destroy_replay.status(replay));
   }
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
   /// Not 0: the driver's first refusal
   int launch(const StreamsByDevice& streams) const {
-    for (const Graph& made : graphs) {
-      const Current current(made.device);
-      if (made.graph == nullptr) continue;
-      if (const int code = graph_calls().launch.status(made.replay, streams.at(made.device))) return code;
+    for (const auto& [device, replay] : replays_) {
+      const Current current(device);
+      if (const int code = graph_calls().launch.status(replay, streams.at(device))) return code;
     }
     return 0;
   }
 
-  struct Graph {
-    int device;
-    void *graph, *replay;  ///< null where the capture was lost
-  };
-  std::vector<Graph> graphs;
   int status = 0;  ///< not 0: a capture was lost, and how the driver calls that
+
+ private:
+  std::map<int, void*> replays_;  // by device, of captures that were not lost
 };
 
 }  // namespace shardow::kernels::testing

@@ -2,7 +2,6 @@
 // the one that it was asked for by, and the fake driver has the kernel's twin. The variables say what other NVRTCs are.
 #include <elf.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -45,19 +44,16 @@ int nvrtcAddNameExpression(Program* program, const char* name) {
   program->names.emplace_back(name);
   return 0;
 }
-int nvrtcCompileProgram(Program* program, int count, const char* const* options) {
+int nvrtcCompileProgram(Program* program, int, const char* const* options) {
   Elf64_Ehdr header{};
   std::memcpy(header.e_ident, ELFMAG, SELFMAG);
   header.e_ident[EI_ABIVERSION] = 7;
   std::string names;
   for (const std::string& name : program->names) names += name + '\n';
   header.e_shoff = sizeof(header) + names.size();
-  bool ptx = false;
-  for (int i = 0; i < count; ++i) {
-    ptx = ptx || std::strstr(options[i], "compute_") != nullptr;
-    if (const char* const code = std::strstr(options[i], "sm_"))
-      header.e_flags = static_cast<Elf64_Word>(std::atoi(code + 3));
-  }
+  const std::string target = options[1];  // "--gpu-architecture=sm_90"
+  header.e_flags = static_cast<Elf64_Word>(std::stoi(target.substr(target.rfind('_') + 1)));
+  const bool ptx = target.find("compute_") != target.npos;
   program->image = ptx ? ".version\n" : std::string(reinterpret_cast<const char*>(&header), sizeof(header));
   program->image += names + '\0';
   return number_from("FAKE_NVRTC_STATUS", 0);

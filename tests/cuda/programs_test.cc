@@ -23,7 +23,6 @@
 
 #include "average/driver.h"
 #include "base/folder_fixture.h"
-#include "drawn_turns.h"
 #include "fake.h"
 #include "graph_calls.h"
 #include "kernels/cuda.h"
@@ -32,6 +31,7 @@
 #include "shardow/average.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
+#include "simulation.h"
 #include "tensor/dtype.h"
 
 namespace shardow::testing {
@@ -78,12 +78,15 @@ class Program {
 
   /// Everything by the seed
   std::string run() {
-    const auto turns = random_();
+    simulated::Simulation turns(random_());
     fake::reset({.num_devices = 3, .seed = random_(), .guard = true});
     fake::world().drops_waits = missing_ == Missing::kWaits;
-    const fake::DrawnTurns drawn(turns);
-    const Current current(kCallersDevice);
-    do_all();
+    fake::between = [&] { turns.pass(); };
+    turns.run(1, [this](int) {
+      const Current current(kCallersDevice);
+      do_all();
+    });
+    fake::between = nullptr;
     return difference_;
   }
 
@@ -250,26 +253,22 @@ class Program {
 
   /// The weights go to memory elsewhere, and something else is written where they were.
   void move() {
-    const std::vector<TensorView> before = weights_.tested;
+    std::vector<TensorView> before = weights_.tested;
+    std::erase_if(before, [](const TensorView& view) { return !on_device(view); });
     for (TensorView& view : weights_.tested) {
       if (!on_device(view)) continue;
       void* const to = memory_for(view);
-      fake::enqueue(view.device.index, view.device.stream,
-                    [=, bytes = size_of(view), from = view.data] { std::memcpy(to, from, bytes); });
+      in_order(view, [=, bytes = size_of(view), from = view.data] { std::memcpy(to, from, bytes); });
       view.data = to;
     }
     call([&] { tested_->bind(weights_.tested); });
     stale_.splice(stale_.end(), graphs_);
     const bool frees = one_in(2);
-    for (const TensorView& view : before) {
-      if (!on_device(view)) continue;
-      fake::enqueue(view.device.index, view.device.stream,
-                    [=, bytes = size_of(view), from = view.data] { std::memset(from, 0x7f, bytes); });
-    }
-    if (frees) fake::synchronize();
-    for (const TensorView& view : before) {
-      if (frees && on_device(view)) memory_.erase(view.data);
-    }
+    for (const TensorView& view : before)
+      in_order(view, [bytes = size_of(view), from = view.data] { std::memset(from, 0x7f, bytes); });
+    if (!frees) return;
+    fake::synchronize();
+    for (const TensorView& view : before) memory_.erase(view.data);
   }
 
   /// The caller goes on with another stream, which waits for what the last one has to do, and may be gone by then.
@@ -490,9 +489,8 @@ class Program {
         }
       });
       if (values.empty()) continue;
-      const auto copy = [to = view.data, values] { std::memcpy(to, values.data(), values.size()); };
       std::memcpy(weights.oracle[i].data, values.data(), values.size());
-      on_device(view) ? fake::enqueue(view.device.index, view.device.stream, copy) : copy();
+      in_order(view, [to = view.data, values] { std::memcpy(to, values.data(), values.size()); });
     }
   }
 
@@ -629,7 +627,9 @@ class Program {
     for (const int device : fake::world().contexts) {
       if (all.count(device) == 0 && device != fake::current_device()) differs("a context of a device that is not used");
     }
-    if (!fake::calls_of("event that spins").empty()) differs("a thread that spins");
+    for (const char* const made : {"event that spins", "stream that the default one blocks"}) {
+      if (!fake::calls_of(made).empty()) differs(made);
+    }
     if (!fake::world().events.empty()) differs("events that were left");
     if (!leaves_memory_ && !fake::broken() && fake::allocated() > 0) differs("memory that was left");
   }
@@ -640,12 +640,10 @@ class Program {
 
   Bytes fetch(const TensorView& view) const {
     Bytes bytes(size_of(view));
-    if (on_device(view)) {
-      fake::fetch(bytes.data(), view.data, bytes.size(), view.device.index, streams().at(view.device.index));
-      if (fake::broken()) throw Broken();
-    } else {
-      std::copy_n(static_cast<const std::byte*>(view.data), bytes.size(), bytes.data());
-    }
+    in_order(view, [&] { std::copy_n(static_cast<const std::byte*>(view.data), bytes.size(), bytes.data()); });
+    if (!on_device(view)) return bytes;
+    fake::run(streams().at(view.device.index), view.device.index);
+    if (fake::broken()) throw Broken();
     return bytes;
   }
 
@@ -655,7 +653,11 @@ class Program {
     return all;
   }
 
-  // Graphs.
+  /// Work of the caller: on the weights' stream where the view is on a device.
+  void in_order(const TensorView& view, const std::function<void()>& work) const {
+    on_device(view) ? fake::enqueue(view.device.index, streams().at(view.device.index), work) : work();
+  }
+
   /// The streams of the weights, by device.
   std::map<int, void*> streams() const {
     std::map<int, void*> streams;

@@ -3,8 +3,6 @@
 // By a seed: each step takes one part of the first operation of a stream whose operation waits for nothing, both drawn.
 // A stream may be stalled for a number of steps, so that the others get far ahead. How much is done at a call of the
 // driver is drawn too; some seeds are so lazy that nothing happens before the host waits.
-//
-// The default stream of a device and its blocking streams wait for each other, as CUDA has it.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +23,8 @@
 
 namespace shardow::fake {
 
-/// For DrawnTurns: called at each call of the driver and again and again where the host waits, with nothing locked.
+/// For threads that take turns: called at each call of the driver and again and again where the host waits, with
+/// nothing locked.
 extern __attribute__((visibility("default"))) std::function<void()> between;
 
 /// The end of an operation, for which others wait: true when it is done. Null: there was none.
@@ -54,7 +53,6 @@ struct Capture;
 struct Stream {
   int device;
   void* handle;
-  bool blocking;
   std::shared_ptr<Capture> capture = nullptr;  ///< of streams that are captured together the same
   std::deque<Operation> queue = {};
   Mark last = nullptr;
@@ -84,9 +82,7 @@ class Streams {
     until_broken = -1;
   }
   /// A handle that none has had before
-  void* make(int device, bool blocking) {
-    return begin(device, reinterpret_cast<void*>(last_handle_ += 16), blocking).handle;
-  }
+  void* make(int device) { return begin(device, reinterpret_cast<void*>(last_handle_ += 16)).handle; }
   /// Null: none has that handle, or the device's default stream has not been used
   Stream* find(int device, void* handle) {
     for (Stream& stream : streams_) {
@@ -99,11 +95,6 @@ class Streams {
   /// The mark of its end
   Mark add(int device, void* handle, Work work, std::vector<Mark> after = {}) {
     Stream& stream = at(device, handle);
-    for (const Stream& other : streams_) {
-      const bool meet = other.device == stream.device && other.blocking && stream.blocking &&
-                        (handle == nullptr) != (other.handle == nullptr);
-      if (meet && !done(other.last)) after.push_back(other.last);
-    }
     Operation operation{std::move(work), std::move(after), std::make_shared<bool>(false), {}};
     operation.order.resize(operation.work.parts);
     std::iota(operation.order.begin(), operation.order.end(), size_t{0});
@@ -120,7 +111,7 @@ class Streams {
   /// A device's default stream is there when it is first used
   Stream& at(int device, void* handle) {
     if (Stream* const stream = find(device, handle)) return *stream;
-    if (handle == nullptr) return begin(device, nullptr, true);
+    if (handle == nullptr) return begin(device, nullptr);
     give_up("a stream that is gone, or was never made");
   }
 
@@ -168,8 +159,8 @@ class Streams {
   std::mutex& mutex() { return mutex_; }
 
  private:
-  Stream& begin(int device, void* handle, bool blocking) {
-    Stream& stream = streams_.emplace_back(Stream{device, handle, blocking});
+  Stream& begin(int device, void* handle) {
+    Stream& stream = streams_.emplace_back(Stream{device, handle});
     if (threads_) stream.thread = std::thread([this, &stream] { work(stream); });
     return stream;
   }

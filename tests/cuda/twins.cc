@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include "emulation.h"
 // After the language's words.
@@ -23,15 +24,6 @@ Twin twin(void (*kernel)(Parameters...)) {
     return [=] { std::apply(kernel, copies); };
   };
   return {{sizeof(Parameters)...}, bind};
-}
-
-/// For driver_test.cc: a block's first thread reads what it has not written.
-__global__ void stale_kernel(unsigned* to) {
-  __shared__ unsigned value;
-  if (threadIdx.x == 0) {
-    *to = value;
-    value = 7;
-  }
 }
 
 using Twins = std::map<std::string, Twin>;
@@ -62,7 +54,6 @@ void add_updates(Twins& twins, Types<P...>, Types<>) {
 template <class... T>
 Twins all_of(Types<T...> types) {
   Twins twins;
-  twins["stale_kernel"] = twin(&stale_kernel);
   add<&swap_kernel>(twins);
   const auto add_of = [&]<class S>() {
     add_updates<S>(twins, Types<>{}, types);
@@ -74,9 +65,9 @@ Twins all_of(Types<T...> types) {
 
 }  // namespace
 
-void touch_shared_memory() {
+char touch_shared_memory() {
   __shared__ volatile char byte;
-  byte = static_cast<char>(byte + 1);
+  return std::exchange(byte, 7);
 }
 
 std::string plain_name(const std::string& mangled) {

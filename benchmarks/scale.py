@@ -1,15 +1,16 @@
 """What coordination costs against the number of ranks, and calls against the number of tensors: ``python -m
 benchmarks.scale [section ...] [--sizes n ...]``.
 
-Sections, all of them unless some are named: ``emulated`` (agree() of ranks that are threads), ``processes`` (agree(), a
-save and a load with gloo), ``tensors`` (seconds of processors for calls in one process). docs/scale.md is made of what
-they print. Operations and bytes of a rank are exact; seconds are those of this machine's processors working for all
-ranks.
+Sections, all of them unless some are named: ``emulated`` (agree() of ranks that are threads), ``processes`` (agree()
+beside torch's own, whose operations are not counted, a save and a load with gloo), ``tensors`` (seconds of processors
+for calls in one process). docs/scale.md is made of what they print. Operations and bytes of a rank are exact; seconds
+are those of this machine's processors working for all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import resource
@@ -24,8 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.elastic.utils.store as elastic
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import benchmarks.engine  # noqa: F401
@@ -37,6 +40,7 @@ from emulated import CountedStore, Emulated, emulated, on_all
 import shardow
 from shardow import _core
 from shardow.distributed import store_group
+from shardow.distributed.rank_group import RankGroup
 
 TENSORS, ROWS = 2_000, 64  # of the processes' checkpoint
 TIMEOUT = 600.0
@@ -70,13 +74,18 @@ def on_rank(path: str) -> dict[str, Figures]:
         return stores[-1]
 
     store_group.connected = counted
-    group, figures = store_group.store_group(dist.group.WORLD), {}
+    group, figures = RankGroup(dist.group.WORLD, TIMEOUT), {}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.zeros(ROWS, 8)
     names = [f"layers.{i}.weight" for i in range(TENSORS)]
     state = {name: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for name in names}
-    calls = {
-        "agree": lambda: group.agree("call()", TIMEOUT, lambda: None),
+    rank, size, own, numbers = dist.get_rank(), dist.get_world_size(), _get_default_store(), itertools.count()
+    calls: dict[str, Callable[[], object]] = {
+        "agree": lambda: group.agree("call()", lambda: None),
+        "elastic's barrier": lambda: elastic.barrier(own, size, f"barrier {next(numbers)}"),
+        "elastic's synchronize": lambda: elastic.synchronize(own, b"agree", rank, size, f"words {next(numbers)}"),
+        "monitored_barrier": dist.monitored_barrier,
+        "all_gather_object": lambda: dist.all_gather_object([None] * size, "agree"),
         "save": lambda: shardow.save(state, path),
         "load": lambda: shardow.load(state, path),
     }

@@ -51,6 +51,15 @@ SHOWN = {
         "checkpoint: durable, times DCP",
         "torch_checkpointing, asynchronous",
     ],
+    ("benchmarks.scale", "processes", "--sizes", "2"): [
+        "agree ",
+        "elastic's barrier",
+        "elastic's synchronize",
+        "monitored_barrier",
+        "all_gather_object",
+        "save ",
+        "load ",
+    ],
 }
 
 

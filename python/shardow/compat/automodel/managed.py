@@ -14,13 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
-from shardow.averages import state as _state
 from shardow.base.checks import invalid, warn
+from shardow.compat._impl.filling import fill
 from shardow.compat.files import dcp, torch_files
 from shardow.distributed.rank_group import EqualUpdates, RankGroup, Step
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
-from shardow.model.match import Fit, Form, fit
+from shardow.model.match import Fit, Form
 from shardow.model.names import clean_file_key
 from shardow.model.parts import Held
 from shardow.model.piece import Piece
@@ -87,22 +87,15 @@ class Managed(ABC):
             ValueErrors.
         """
 
-        def check() -> tuple[Held, list[_state.Copy], Fit[Form | None]]:
-            held = self._held()
-            found = fit(held, state, "the state")
-            what = f"{type(self).__name__}.load_state_dict()"
-            if strict:
-                names = replace(found, different=[])
-                names.refuse(what, "the state", self._refusal, hint="strict=False leaves these as they are")
-            copies = _state.copies_of(held.parts, state, found)
-            found.only_different().refuse(what, "the state", RuntimeError)
-            return held, copies, found
+        what = f"{type(self).__name__}.load_state_dict()"
 
-        held, copies, found = self._ranks.agree("load_state_dict()", check)
-        for target, value, region in copies:
-            _state.copy(target, value, region)
-        held.put_back()
-        return _unmatched(found, "the state")
+        def refuse(found: Fit[Form | None]) -> None:
+            if strict:
+                names = replace(found, different=[], elsewhere=[])
+                names.refuse(what, "the state", self._refusal, hint="strict=False leaves these as they are")
+            found.only_different().refuse(what, "the state", RuntimeError)
+
+        return _unmatched(fill(what, self._ranks, self._held, state, refuse), "the state")
 
     def save(self, directory: str | Path) -> None:
         """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads

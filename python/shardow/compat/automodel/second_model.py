@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardow.compat._impl.averaged_copy import TrainedCopy
+from shardow.compat._impl.swapped_model_proxy import everybody, joined, ranks_of, refuse_copies
 from shardow.compat.automodel.managed import Managed, checked_decay, look, weights_of
-from shardow.compat.ways.stand_in import everybody, joined, ranks_of, refuse_copies
-from shardow.compat.ways.twin import TrainedTwin
 from shardow.files.checkpoint import save as save_file
 from shardow.model.groups import group_of_model
 from shardow.model.match import compare
@@ -34,7 +34,7 @@ class ShardedModelEMAManager(Managed):
     def __init__(self, ema_model: nn.Module, train_model: nn.Module, decay: float = 0.9999) -> None:
         self.decay = checked_decay(decay)
         self.ema_model, self._train_model = ema_model, train_model
-        self._twin = TrainedTwin(ema_model, keeps=True)
+        self._twin = TrainedCopy(ema_model, keeps=True)
         self._ranks = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
         self._ranks.agree("ShardedModelEMAManager(...)", self._prepare)
 

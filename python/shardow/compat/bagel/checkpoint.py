@@ -13,10 +13,10 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardow import errors
 from shardow.base.checks import invalid, unsupported, warn
+from shardow.compat._impl.averaged_copy import TrainedCopy
+from shardow.compat._impl.swapped_model_proxy import everybody
 from shardow.compat.files import torch_files
 from shardow.compat.files.published import publish
-from shardow.compat.ways.stand_in import everybody
-from shardow.compat.ways.twin import TrainedTwin
 from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
 from shardow.files.checkpoint import save
 from shardow.model.parts import held_by
@@ -105,7 +105,7 @@ class FSDPCheckpoint:
         if folder is None:
             logger.info("Training from scratch.")
             if ema_model is not None and meta.valueless(ema_model):
-                TrainedTwin(ema_model, keeps=False).begin(model)
+                TrainedCopy(ema_model, keeps=False).begin(model)
                 meta.have_values(ema_model)
             return model, ema_model
         logger.info(f"Loading checkpoint from {folder}.")

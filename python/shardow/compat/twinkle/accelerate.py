@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from shardow.base.checks import invalid, unsupported, warn
+from shardow.compat._impl.swapped_model_proxy import everybody
 from shardow.compat.twinkle.helpers import unchanged_environment
 from shardow.compat.twinkle.strategy import Strategy
-from shardow.compat.ways.stand_in import everybody
 from shardow.model import origins
 from shardow.start.materialize import materialize
 from shardow.start.wrap import own_weights, to_meta

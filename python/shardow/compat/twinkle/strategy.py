@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardow.base.checks import invalid
+from shardow.compat._impl.swapped_model_proxy import everybody, ranks_of
 from shardow.compat.files import torch_files
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.twinkle.helpers import fsdp_pretrained_load_context
-from shardow.compat.ways.stand_in import everybody, ranks_of
 from shardow.model.parts import held_by
 from shardow.start.materialize import Request, fill_model
 

@@ -1,20 +1,59 @@
-"""Twin: a second model whose weights are the averages of the first one's, for surfaces that promise a module to
-call."""
+"""AveragedModule: keeps a module at the averages of a model. AveragedCopy: such a module that is a second model, whose
+weights are the averages of the first one's."""
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardow.compat.ways.follower import Change, Choose, Fate, Follower, Kind, Rule, everything_saved
-from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
+from shardow.averages.options import Rule as EngineRule
+from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory, Tensors, warn_of_rounding
 from shardow.model.match import Fit, compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
+
+Kind = Literal["parameter", "buffer", "temporary"]  # temporary: a buffer that state_dict() has not
+Fate = Literal["average", "copy", "leave"]
+Choose = Callable[[str, torch.Tensor, Kind], Fate]
+#: change(averages, weights) gets lists of tensors, of a sharded model this rank's parts in one dimension, and writes
+#: the former.
+Change = Callable[[Tensors, Tensors], None]
+#: A rule's name, or what tells it from (dtype of the weight, dtype of its average) of everything that is averaged.
+Rule = EngineRule | Callable[[list[tuple[torch.dtype, torch.dtype]]], EngineRule]
+
+
+def everything(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+    return "average"
+
+
+def everything_saved(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+    """What state_dict() has is averaged."""
+    return "leave" if kind == "temporary" else "average"
+
+
+class AveragedModule(ABC):
+    """``module`` may be replaced by another one of the same form."""
+
+    module: nn.Module
+
+    @abstractmethod
+    def update(self, model: nn.Module, decay: float, weight: float) -> None:
+        """One update by the rule, with the caller's factors; what is not averaged is copied. Raises ValueError and
+        RuntimeError, before anything changes, where the models differ in names or shapes."""
+
+    @abstractmethod
+    def apply(self, model: nn.Module, change: Change) -> None:
+        """update() by other arithmetic."""
+
+    @abstractmethod
+    def copy(self, model: nn.Module) -> None:
+        """Everything that is averaged or copied becomes the model's."""
+
 
 _ANEW = "Make the average anew after the model has its final form"
 
@@ -23,14 +62,15 @@ class _MissingError(RuntimeError, KeyError):
     """What torch and timm raise where a name is missing."""
 
 
-class Twin(Follower):
+class AveragedCopy(AveragedModule):
     """Keeps ``module``, of the model's structure and sharding, at the averages. Names are matched without what wrappers
     put into them. Replaced or moved tensors of either model, and another ``module``, are found at the next update, and
-    paired again. ``rule``: as in Pairs, or a function that tells it; ``options``: as in Pairs. ``choose``: whether a
-    tensor is averaged, copied at each update, or left alone; integers are copied where others are averaged.
+    paired again. ``rule``: as in GivenMemory, or a function that returns it; ``options``: as in GivenMemory.
+    ``choose``: whether a tensor is averaged, copied at each update, or left alone; integers are copied where others are
+    averaged.
     """
 
-    _pairs: Pairs
+    _pairs: GivenMemory
     _model: nn.Module | None = None
 
     def __init__(self, module: nn.Module, rule: Rule, choose: Choose = everything_saved, **options: Any) -> None:
@@ -41,7 +81,7 @@ class Twin(Follower):
         """Of a copy, or in a pickle: nothing is paired yet."""
         return {"module": self.module, "_rule": self._rule, "_choose": self._choose, "_options": self._options}
 
-    def again(self, choose: Choose) -> Twin:
+    def again(self, choose: Choose) -> AveragedCopy:
         """The same, but for what is averaged."""
         return type(self)(self.module, self._rule, choose, **self._options)
 
@@ -49,26 +89,22 @@ class Twin(Follower):
         return self._pairs.held() if self._model is not None else 0
 
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        self._do(model, lambda pairs: pairs.update(decay, weight))
+        self.bind(model).update(decay, weight)
 
     def apply(self, model: nn.Module, change: Change) -> None:
-        self._do(model, lambda pairs: pairs.apply(change))
+        self.bind(model).apply(change)
 
     def copy(self, model: nn.Module) -> None:
-        self._do(model, Pairs.copy)
+        self.bind(model).copy()
 
-    @torch.no_grad()
-    def _do(self, model: nn.Module, work: Callable[[Pairs], None]) -> None:
-        self.bind(model)
-        work(self._pairs)
-        copy_all([ours for ours, _ in self._copied], [theirs for _, theirs in self._copied])
-
-    def bind(self, model: nn.Module) -> None:
-        """Pairs anew unless everything is where it was, as every update does first. Raises where the models differ."""
+    def bind(self, model: nn.Module) -> GivenMemory:
+        """Returns the averages beside the weights of ``model``, paired anew unless everything is where it was. Raises
+        where the models differ."""
         if self._model is not None and self.module is not self._followed:
             self._model = None
         if model is not self._model or not self._unchanged():
             self._pair(model)
+        return self._pairs
 
     def _unchanged(self) -> bool:
         return (
@@ -86,22 +122,27 @@ class Twin(Follower):
         inner, theirs = _unwrapped(model, ours)
         ours.reshard()
         theirs.reshard()
+        self._look(theirs)
         known = {one.name: one for one in theirs.parameters}
         regions = {name: one.region for name, one in known.items()}
         _refuse(compare({one.name: one.region for one in ours.parameters}, regions))
-        pairs = [(one.name, known[one.name].tensor, one.tensor) for one in ours.parameters]
-        weights = [(name, p, e, self._choose(name, p, "parameter")) for name, p, e in pairs]
         self._watched: list[tuple[Slot, int]] = []  # places of buffers in both modules, and addresses
-        weights += self._found_buffers(inner)
-        self._copied = [(e, p) for _, p, e, fate in weights if fate == "copy"]
-        averaged = [Pair(name, p, e) for name, p, e, fate in weights if fate == "average"]
-        dtypes = [(pair.source.dtype, pair.average.dtype) for pair in averaged if pair.average.is_floating_point()]
+        rows = [
+            AveragedTensor(one.name, known[one.name].tensor, one.tensor, copied=fate == "copy")
+            for one in ours.parameters
+            if (fate := self._choose(one.name, known[one.name].tensor, "parameter")) != "leave"
+        ]
+        rows += self._found_buffers(inner)
+        floating = [row for row in rows if row.average.is_floating_point() and not row.copied]
+        dtypes = [(row.source.dtype, row.average.dtype) for row in floating]
         rule = self._rule if isinstance(self._rule, str) else self._rule(dtypes)
-        self._pairs = Pairs(averaged, rule, **self._options)
+        self._pairs = GivenMemory(rows, rule, **self._options)
         self._ours, self._theirs, self._model, self._followed = ours, theirs, model, self.module
 
-    def _found_buffers(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, Fate]]:
-        """(name, the model's, the twin's, its fate)."""
+    def _look(self, weights: ModelView) -> None:
+        """Looks at the model before its tensors are chosen."""
+
+    def _found_buffers(self, model: nn.Module) -> Iterator[AveragedTensor]:
         theirs = {slot.name: slot for slot in slots(model, "buffer", "table")}
         seen: set[int] = set()
         for slot in slots(self.module, "buffer", "table"):
@@ -116,8 +157,7 @@ class Twin(Follower):
             _refuse(compare({slot.name: tuple(buffer.shape)}, given))
             assert there is not None  # what is missing was refused
             self._watched += [(place, place.recorded.data_ptr()) for place in (there, slot)]
-            floating = buffer.is_floating_point() or buffer.is_complex()
-            yield slot.name, there.recorded, buffer, fate if floating else "copy"
+            yield AveragedTensor(slot.name, there.recorded, buffer, copied=fate == "copy")
 
 
 def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:
@@ -137,7 +177,7 @@ def _refuse(found: Fit[Any]) -> None:
     found.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
 
 
-class TrainedTwin(Twin):
+class TrainedCopy(AveragedCopy):
     """Trained parameters are averaged, persistent buffers copied, the rest is left as it is. What is trained may change
     from update to update; ``keeps``: a parameter that was trained once is averaged for good."""
 
@@ -155,23 +195,23 @@ class TrainedTwin(Twin):
 
     def begin(self, model: nn.Module) -> None:
         """Everything that both models save becomes the model's: frozen weights and buffers too."""
-        Twin(self.module, "mul_add", lambda name, tensor, kind: "leave" if kind == "temporary" else "copy").copy(model)
+        AveragedCopy(
+            self.module, "mul_add", lambda name, tensor, kind: "leave" if kind == "temporary" else "copy"
+        ).copy(model)
 
     def _unchanged(self) -> bool:
         return [parameter.requires_grad for parameter in self._parameters] == self._flags and super()._unchanged()
 
-    def _pair(self, model: nn.Module) -> None:
-        self._model = None  # nothing is known until all is
-        view = find(model, strided=True)
-        view.reshard()
-        self._parameters = list(model.parameters())
+    def _look(self, weights: ModelView) -> None:
+        self._parameters = list(weights.model.parameters())
         self._flags = [parameter.requires_grad for parameter in self._parameters]
-        trained = {
-            one.name: None for one in view.parameters if one.requires_grad or (self._keeps and one.name in self.names)
-        }
-        self._choose = functools.partial(_fate, trained)
+        kept = self.names if self._keeps else ()
+        self._trained = {one.name: None for one in weights.parameters if one.requires_grad or one.name in kept}
+        self._choose = functools.partial(_fate, self._trained)
+
+    def _pair(self, model: nn.Module) -> None:
         super()._pair(model)
-        self.names = trained
+        self.names = self._trained
         averages = (one.tensor for one in self._ours.parameters if one.name in self.names)
         way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
         self._warned = self._warned or warn_of_rounding(averages, way_out)

@@ -86,10 +86,10 @@ class Averaged(nn.Module):
         return _IncompatibleKeys([], [])
 
 
-def refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
+def refuse_unfit(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
     """Raises RuntimeError where torch would, but before anything changes."""
-    found = compare(_shapes(here), _shapes(state))
-    (found if strict else found.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
+    fit = compare(_shapes(own), _shapes(state))
+    (fit if strict else fit.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
@@ -101,10 +101,10 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
     there. Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name
     is missing or unknown; where no name fits, always. Collective where ranks share the module, which then may be
     sharded. ``what`` is for messages."""
-    here = {clean_file_key(name) for name in module.state_dict()}
-    fitting = [name for name in state if clean_file_key(name) in here]
+    own = {clean_file_key(name) for name in module.state_dict()}
+    fitting = [name for name in state if clean_file_key(name) in own]
     ranks_of(module).agree(
-        what, lambda: _refuse_parts(fitting, state, here, of_parts=isinstance(module, SwappedModelProxy))
+        what, lambda: _refuse_parts(fitting, state, own, of_parts=isinstance(module, SwappedModelProxy))
     )
     try:
         if isinstance(module, SwappedModelProxy):
@@ -116,10 +116,10 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
         raise invalid(str(error), RuntimeError) from None
 
 
-def _refuse_parts(fitting: list[str], state: Mapping[str, Any], here: set[str], of_parts: bool) -> None:
+def _refuse_parts(fitting: list[str], state: Mapping[str, Any], own: set[str], of_parts: bool) -> None:
     """Where none fits, or unless the averages are ``of_parts`` themselves, where one is a part."""
-    if here and not fitting:
-        some = f"there '{next(iter(state), '')}', here '{min(here)}'"
+    if own and not fitting:
+        some = f"there '{next(iter(state), '')}', here '{min(own)}'"
         raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
     for name in fitting if not of_parts else ():
         value = state[name]

@@ -119,31 +119,31 @@ class AveragedCopy(AveragedModule):
     def _pair(self, model: nn.Module) -> None:
         self._model = None  # nothing is known until all is
         ours = find(self.module, strided=True)
-        inner, theirs = _unwrapped(model, ours)
+        inner, weights = _unwrapped(model, ours)
         ours.reshard()
-        theirs.reshard()
-        self._look(theirs)
-        known = {one.name: one for one in theirs.parameters}
-        regions = {name: one.region for name, one in known.items()}
-        _refuse(compare({one.name: one.region for one in ours.parameters}, regions))
+        weights.reshard()
+        self._look(weights)
+        known = {local.name: local for local in weights.parameters}
+        regions = {name: local.region for name, local in known.items()}
+        _refuse(compare({local.name: local.region for local in ours.parameters}, regions))
         self._watched: list[tuple[Slot, int]] = []  # places of buffers in both modules, and addresses
         rows = [
-            AveragedTensor(one.name, known[one.name].tensor, one.tensor, copied=fate == "copy")
-            for one in ours.parameters
-            if (fate := self._choose(one.name, known[one.name].tensor, "parameter")) != "leave"
+            AveragedTensor(local.name, known[local.name].tensor, local.tensor, copied=fate == "copy")
+            for local in ours.parameters
+            if (fate := self._choose(local.name, known[local.name].tensor, "parameter")) != "leave"
         ]
         rows += self._found_buffers(inner)
         floating = [row for row in rows if row.average.is_floating_point() and not row.copied]
         dtypes = [(row.source.dtype, row.average.dtype) for row in floating]
         rule = self._rule if isinstance(self._rule, str) else self._rule(dtypes)
         self._pairs = GivenMemory(rows, rule, **self._options)
-        self._ours, self._theirs, self._model, self._followed = ours, theirs, model, self.module
+        self._ours, self._theirs, self._model, self._followed = ours, weights, model, self.module
 
     def _look(self, weights: ModelView) -> None:
         """Looks at the model before its tensors are chosen."""
 
     def _found_buffers(self, model: nn.Module) -> Iterator[AveragedTensor]:
-        theirs = {slot.name: slot for slot in slots(model, "buffer", "table")}
+        weights = {slot.name: slot for slot in slots(model, "buffer", "table")}
         seen: set[int] = set()
         for slot in slots(self.module, "buffer", "table"):
             buffer = slot.recorded
@@ -152,29 +152,29 @@ class AveragedCopy(AveragedModule):
             if fate == "leave":
                 continue
             seen.add(id(buffer))
-            there = theirs.get(slot.name)
-            given = {} if there is None else {slot.name: tuple(there.recorded.shape)}
-            _refuse(compare({slot.name: tuple(buffer.shape)}, given))
-            assert there is not None  # what is missing was refused
-            self._watched += [(place, place.recorded.data_ptr()) for place in (there, slot)]
-            yield AveragedTensor(slot.name, there.recorded, buffer, copied=fate == "copy")
+            other = weights.get(slot.name)
+            shapes = {} if other is None else {slot.name: tuple(other.recorded.shape)}
+            _refuse(compare({slot.name: tuple(buffer.shape)}, shapes))
+            assert other is not None  # what is missing was refused
+            self._watched += [(place, place.recorded.data_ptr()) for place in (other, slot)]
+            yield AveragedTensor(slot.name, other.recorded, buffer, copied=fate == "copy")
 
 
 def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:
     """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for
     it.
     """
-    theirs, inner = find(model, strided=True), getattr(model, "module", None)
-    names = {one.name for one in ours.parameters}
-    if not names or not names.isdisjoint(one.name for one in theirs.parameters) or not isinstance(inner, nn.Module):
-        return model, theirs
-    return _unwrapped(inner, ours)
+    weights, inner = find(model, strided=True), getattr(model, "module", None)
+    names = {local.name for local in ours.parameters}
+    if isinstance(inner, nn.Module) and names and names.isdisjoint(local.name for local in weights.parameters):
+        return _unwrapped(inner, ours)
+    return model, weights
 
 
-def _refuse(found: Fit[Any]) -> None:
+def _refuse(fit: Fit[Any]) -> None:
     """Raises RuntimeError, a KeyError too for a missing name, where a model is not as its average."""
-    also = _MissingError if found.missing else RuntimeError
-    found.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
+    also = _MissingError if fit.missing else RuntimeError
+    fit.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
 
 
 class TrainedCopy(AveragedCopy):
@@ -206,13 +206,13 @@ class TrainedCopy(AveragedCopy):
         self._parameters = list(weights.model.parameters())
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         kept = self.names if self._keeps else ()
-        self._trained = {one.name: None for one in weights.parameters if one.requires_grad or one.name in kept}
+        self._trained = {local.name: None for local in weights.parameters if local.requires_grad or local.name in kept}
         self._choose = functools.partial(_fate, self._trained)
 
     def _pair(self, model: nn.Module) -> None:
         super()._pair(model)
         self.names = self._trained
-        averages = (one.tensor for one in self._ours.parameters if one.name in self.names)
+        averages = (local.tensor for local in self._ours.parameters if local.name in self.names)
         way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
         self._warned = self._warned or warn_of_rounding(averages, way_out)
 

@@ -138,9 +138,9 @@ class GivenMemory:
 
     def _engine_takes(self, row: AveragedTensor) -> bool:
         source, average = row.source, row.average
-        here, there = storage.device_of(average), storage.device_of(source)
-        beside = here == there and there.type in ("cpu", "cuda") and not storage.why_not(there)
-        on_host = here.type == "cpu" and there.type == "cuda" and _core.cuda_available()
+        home, origin = storage.device_of(average), storage.device_of(source)
+        beside = home == origin and origin.type in ("cpu", "cuda") and not storage.why_not(origin)
+        on_host = home.type == "cpu" and origin.type == "cuda" and _core.cuda_available()
         if not (beside or on_host) or not {source.dtype, average.dtype} <= DTYPES.keys():
             return False
         if flat(source) is None or _strides(source) != _strides(average):

@@ -68,24 +68,23 @@ class SwappedModelProxy(nn.Module):
             return method(*args, **kwargs)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        found = OrderedDict() if destination is None else destination
-        found.update({prefix + name: tensor for name, tensor in self._entries()})
-        return found
+        state = OrderedDict() if destination is None else destination
+        state.update({prefix + name: tensor for name, tensor in self._entries()})
+        return state
 
     def _entries(self) -> Iterator[tuple[str, torch.Tensor]]:
         averages = self.core.averages()
         yield from averages.items()
-        yield from (
-            (one.name, one.tensor.view(one.region.shape)) for one in self.core.view.buffers if one.name not in averages
-        )
+        others = (buffer for buffer in self.core.view.buffers if buffer.name not in averages)
+        yield from ((buffer.name, buffer.tensor.view(buffer.region.shape)) for buffer in others)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         _, _, missing, unexpected, _ = args  # as torch passes them
-        given = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        values = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
         names = self.core.averages()
-        missing += [prefix + name for name in names if name not in given]
-        unexpected += [prefix + name for name in given if name not in dict(self._entries())]
-        load_averages(self.core, {name: value for name, value in given.items() if name in names}, strict=False)
+        missing += [prefix + name for name in names if name not in values]
+        unexpected += [prefix + name for name in values if name not in dict(self._entries())]
+        load_averages(self.core, {name: value for name, value in values.items() if name in names}, strict=False)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -121,23 +120,23 @@ def proxy_for(
     if not needed(model, replicas):
         return None
     view = find(model, odd=True)
-    weights = [one.tensor.dtype for one in view.parameters if _is_averaged(choose, one, "parameter")]
-    weights += [one.tensor.dtype for one in view.buffers if _is_averaged(choose, one, "buffer")]
+    weights = [local.tensor.dtype for local in view.parameters if _is_averaged(choose, local, "parameter")]
+    weights += [local.tensor.dtype for local in view.buffers if _is_averaged(choose, local, "buffer")]
     chosen = _dtype_of(weights, dtype, stochastic)
     ema = EMA(
         model, dtype=chosen, device=device, replicas=replicas, params=_is_real, buffers="average",
         stochastic=chosen in NARROW, seed=seed,
-        rule=rule if isinstance(rule, str) else rule([(one, chosen) for one in weights]),
+        rule=rule if isinstance(rule, str) else rule([(weight, chosen) for weight in weights]),
     )  # fmt: skip
     return SwappedModelProxy(ema, model)
 
 
-def _is_averaged(choose: Choose, one: LocalTensor, kind: Kind) -> bool:
-    chosen = choose(one.name, one.tensor, kind) == "average"
-    if chosen and one.tensor.is_complex():
+def _is_averaged(choose: Choose, local: LocalTensor, kind: Kind) -> bool:
+    chosen = choose(local.name, local.tensor, kind) == "average"
+    if chosen and local.tensor.is_complex():
         way_out = "keep it as two of them (torch.view_as_real)"
-        raise unsupported(f"'{one.name}' is {one.tensor.dtype}; shared averages are of real numbers: {way_out}")
-    return chosen and _is_real("", one.tensor)
+        raise unsupported(f"'{local.name}' is {local.tensor.dtype}; shared averages are of real numbers: {way_out}")
+    return chosen and _is_real("", local.tensor)
 
 
 def _is_real(name: str, parameter: torch.Tensor) -> bool:
@@ -166,7 +165,7 @@ class _OfProxy(AveragedModule):
 
     @functools.cached_property
     def _rows(self) -> dict[Fate, list[Tracked]]:
-        buffers = {one.name for one in self._averages.view.buffers}
+        buffers = {local.name for local in self._averages.view.buffers}
         rows: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
         for row in self._averages.tracked:
             kind: Kind = "buffer" if row.name in buffers else "parameter"
@@ -294,7 +293,7 @@ def refuse_copies(ranks: RankGroup) -> None:
         )
 
 
-def everybody(process_group: dist.ProcessGroup | None = None) -> RankGroup:
+def all_ranks(process_group: dist.ProcessGroup | None = None) -> RankGroup:
     """Those of ``process_group``; None: all there are, each of which has a plain model, where one file is enough."""
     return RankGroup(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group, None)
 
@@ -303,6 +302,6 @@ def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | 
     """everybody() for a new ``what`` ("DistEMA"): its calls meet its own alone. ValueError where ``facts`` differ.
     Collective.
     """
-    ranks = everybody(process_group)
+    ranks = all_ranks(process_group)
     ranks.step(f"{what}(...)", lambda: Step(None, [EqualFacts(f"{what}(...)", facts, ranks), ranks.join(what)]))
     return ranks

@@ -99,8 +99,8 @@ class EMA_FSDP:
         except errors.InvalidArgumentError as error:
             raise invalid(str(error), KeyError) from None
 
-    def _refuse_other(self, given: Any) -> None:
-        model = self._model if given is self._model else model_and_root(given)[0]
+    def _refuse_other(self, module: Any) -> None:
+        model = self._model if module is self._model else model_and_root(module)[0]
         if self._is_copy and model is not self._model:
             self._follow(model)
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
@@ -216,9 +216,9 @@ def _as_averaged(averages: Averages, view: ModelView) -> list[Tracked]:
     """The parameters of ``view`` in the order of the averages. Raises KeyError, a ValueError too, with the names that
     don't fit.
     """
-    there = {one.name: one for one in view.parameters}
-    shapes = {one.name: tuple(one.local.region.shape) for one in averages.tracked}
-    found = compare(shapes, {name: tuple(one.region.shape) for name, one in there.items()})
-    found.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
-    chosen = [there[name] for name in shapes]
-    return [Tracked(one, *divide(one, averages.options.replicas)) for one in chosen]
+    places = {local.name: local for local in view.parameters}
+    shapes = {row.name: tuple(row.local.region.shape) for row in averages.tracked}
+    fit = compare(shapes, {name: tuple(local.region.shape) for name, local in places.items()})
+    fit.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
+    chosen = [places[name] for name in shapes]
+    return [Tracked(local, *divide(local, averages.options.replicas)) for local in chosen]

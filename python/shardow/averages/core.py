@@ -328,10 +328,10 @@ class Averages:
 
     # ---- their values
 
-    def averages(self) -> dict[str, torch.Tensor]:
+    def averages(self, k: int = 0) -> dict[str, torch.Tensor]:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
         self.swap.refuse("state_dict()")
-        return {one.name: _state.as_tensor(one, 0) for one in self.tracked}
+        return {one.name: _state.as_tensor(one, k) for one in self.tracked}
 
     @property
     def step(self) -> int:

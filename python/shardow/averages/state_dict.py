@@ -26,9 +26,8 @@ Decay = float | str | _core.Schedule
 
 def make(averages: Averages) -> dict[str, Any]:
     """See EMA.state_dict()."""
-    averages.swap.refuse("state_dict()")
+    each = [averages.averages(k) for k in range(len(averages.keys))]
     state = lineage.with_record(averages.engine.state(), averages.lineage, averages.engine, averages.keys)
-    each = [{one.name: _state.as_tensor(one, k) for one in averages.tracked} for k in range(len(averages.keys))]
     return {"averages": each[0] if len(each) == 1 else dict(zip(averages.keys, each, strict=True)), "state": state}
 
 

@@ -239,11 +239,10 @@ class EMA(nn.Module):
             modules = zip(walk(self.model), self.model.named_modules(remove_duplicate=False), strict=True)
             self._raw_names = {clean: raw for (clean, _), (raw, _) in modules}
         if (back, whole) not in self._followers:
-            choose = everything if whole else self._fate
-            if back:
-                self._followers[back, whole] = following(self.model, self.ema_model, "lerp", _of_floating(choose))
-            else:
-                self._followers[back, whole] = following(self.ema_model, self.model, "lerp", choose)
+            choose: Choose = everything if whole else self._fate
+            module, model = (self.model, self.ema_model) if back else (self.ema_model, self.model)
+            choose = _of_floating(choose) if back else choose
+            self._followers[back, whole] = following(module, model, "lerp", choose)
         return self._followers[back, whole]
 
     def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:

@@ -301,9 +301,7 @@ class EMA:
             dict: {"files": [path], "bytes_written": by this rank, "seconds": float}.
         """
 
-        def find() -> engine.SaveStep:
-            return persistence.to_save(self._averages, "save()", max_shard_size, metadata)
-
+        find = functools.partial(persistence.to_save, self._averages, "save()", max_shard_size, metadata)
         return engine.write(find, path, self._averages.ranks, progress=progress)
 
     def async_save(
@@ -313,9 +311,7 @@ class EMA:
         """save() that returns when this rank's averages are copied, so that training and updates go on; see
         shardow.async_save(). Collective."""
 
-        def find() -> engine.SaveStep:
-            return persistence.to_save(self._averages, "async_save()", max_shard_size, metadata)
-
+        find = functools.partial(persistence.to_save, self._averages, "async_save()", max_shard_size, metadata)
         return engine.write_in_background(find, path, self._averages.ranks, progress=progress)
 
     def load(
@@ -499,6 +495,11 @@ class EMA:
 
     def __repr__(self) -> str:
         return repr(self._averages)
+
+
+def model_averages(ema: EMA) -> Averages:
+    """Returns the implementation behind ``ema``, which compat's classes compose."""
+    return ema._averages
 
 
 def _remade(model: nn.Module, arguments: Mapping[str, Any], state: Mapping[str, Any]) -> EMA:

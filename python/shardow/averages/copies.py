@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from shardow.averages import state as _state
 from shardow.base.checks import unsupported, warn
+from shardow.distributed.gather import Gatherer
 from shardow.files.reading import choose
 from shardow.model.extra_state import extra_states, give
 from shardow.model.local import oddity
@@ -18,18 +19,6 @@ from shardow.model.view import find
 
 if TYPE_CHECKING:
     from shardow.averages.core import Averages, Facts
-
-
-@torch.no_grad()
-def load_averages(core: Averages, averages: Mapping[str, torch.Tensor]) -> None:
-    """Pieces of the same sharding, DTensors, or full tensors; counters stay. Collective."""
-
-    def check() -> list[_state.Copy]:
-        core.swap.refuse("load_state_dict()")
-        return _state.check("load_state_dict()", {"averages": averages}, [core.parts()], core.keys[:1])[0]
-
-    for target, value, region in core.ranks.agree("load_state_dict()", check):
-        _state.copy(target, value, region)
 
 
 @torch.no_grad()
@@ -44,8 +33,9 @@ def copy_to(core: Averages, model: nn.Module, decay: object) -> None:
         target.refuse_written()
         return core.asked(decay)()
 
-    core.ready_to_hand_out("copy_to()", core.others, check)
-    _state.copy_streamed(core.gatherer("copy_to()", choose(core.keys, decay), complete=True), target)
+    core.ranks.step("copy_to()", lambda: core.handing_out("copy_to()", core.others, check))
+    parts = core.held(choose(core.keys, decay), complete=True).parts
+    _state.copy_streamed(Gatherer("copy_to()", parts, core.ranks), target)
     give(model, extra_states(core.view.model))
     if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in core.others() if oddity(one.tensor)]:
         warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")

@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,12 +27,13 @@ from shardow.averages.teacher import Teacher, copy_over
 from shardow.averages.torch_rules import OtherMemory
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
-from shardow.distributed.gather import Gatherer, Part
+from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
 from shardow.files.reading import choose
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.names import unwrapped
+from shardow.model.parts import Held
 from shardow.model.swap_guard import read, refuse_foreign
 from shardow.model.view import find
 
@@ -178,53 +178,39 @@ class Averages:
 
     def handing_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
-    ) -> tuple[EqualCopies, _state.EqualStates]:
-        """Returns the comparisons before one rank's bytes stand for all that hold the same. ``others``: what of the
-        model is handed out too, wherever it lies now. ``asked()``: as together()'s. May raise."""
+    ) -> Step[_state.EqualStates]:
+        """Returns the step before one rank's bytes stand for all that hold the same; its value has the state of all
+        ranks in the end. ``others``: what of the model is handed out too, wherever it lies now. ``asked()``: as
+        together()'s. May raise."""
         common, facts = self.handed_out(what), asked()
         if others is not None:
             self.swap.ready(what)
             self.view.refuse_written()
             weights = set(self.view.parameters)
-            common = chain(common, (common_of(local) for local in others() if local in weights))
-        return EqualCopies(what, common, self.ranks), self.states(what, facts)
-
-    def ready_to_hand_out(
-        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
-    ) -> str:
-        """Raises on every rank where what is handed out differs. Returns the state of all ranks. Collective, one
-        round."""
-
-        def prepare() -> Step[_state.EqualStates]:
-            compared = self.handing_out(what, others, asked)
-            return Step(compared[1], compared)
-
-        return self.ranks.step(what, prepare).state
+            common += [common_of(local) for local in others() if local in weights]
+        states = self.states(what, facts)
+        return Step(states, [EqualCopies(what, common, self.ranks), states])
 
     def tracked_weights(self) -> list[Tracked]:
         """Without buffers, of which each rank has its own: batch statistics."""
         weights = set(self.view.parameters)
         return [one for one in self.tracked if one.local in weights]
 
-    @cached_property
-    def _not_alone(self) -> list[Tracked]:
-        """Of which other ranks may have the same."""
-        return [one for one in self.tracked_weights() if one.local.replicas or not one.local.sharded]
-
-    def handed_out(self, what: str) -> Iterator[Common | None]:
-        """What other ranks should have too: averages, or where ranks divide them the weights that they follow. May
-        raise.
+    def handed_out(self, what: str) -> list[Common | None]:
+        """Returns what other ranks should have too: averages, or where ranks divide them the weights that they follow.
+        May raise.
         """
         self._raise_non_finite()
         self.swap.refuse(what)
-        return self._common()
-
-    def _common(self) -> Iterator[Common | None]:
-        for one in self._not_alone:
-            if self.options.replicas == "split" and one.local.replicas:
-                yield common_weight(one)
+        if self.ranks.size == 1:
+            return []
+        divides, common = self.options.replicas == "split", list[Common | None]()
+        for row in self.tracked_weights():
+            if divides and row.local.replicas:
+                common.append(common_weight(row))
             else:
-                yield from (common_of(one.local, average) for average in one.averages)
+                common += [common_of(row.local, average) for average in row.averages]
+        return common
 
     def follow_sources(self, source: Mapping[str, Source]) -> None:
         """Takes sources whose memory has moved: the same elements of the same tensors. Local."""
@@ -344,10 +330,10 @@ class Averages:
 
     # ---- their values
 
-    def averages(self) -> dict[str, torch.Tensor]:
+    def averages(self, k: int = 0) -> dict[str, torch.Tensor]:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
         self.swap.refuse("state_dict()")
-        return {one.name: _state.as_tensor(one, 0) for one in self.tracked}
+        return {one.name: _state.as_tensor(one, k) for one in self.tracked}
 
     @property
     def step(self) -> int:
@@ -420,10 +406,12 @@ class Averages:
         pairs = zip(self._parts[k], self.tracked, strict=True)
         return [part for part, one in pairs if not saving or one.local.counts_on(self.ranks.rank)]
 
-    def gatherer(self, what: str, k: int, complete: bool) -> Gatherer:
-        others = self.others() if complete else []
-        more = [Part(local.name, local.flat(), local.region) for local in others if not oddity(local.tensor)]
-        return Gatherer(what, [*self.parts(k), *more], self.ranks)
+    def held(self, k: int = 0, complete: bool = False) -> Held:
+        """Returns this rank's part of average ``k``; ``complete``: and of all else that a complete model has."""
+        others = [local for local in self.others() if not oddity(local.tensor)] if complete else []
+        parts = self.parts(k) + [Part(local.name, local.flat(), local.region) for local in others]
+        names = {local.name: (local.name, *local.aliases) for local in (*(row.local for row in self.tracked), *others)}
+        return Held(parts, names, self.ranks.process_group)
 
     def others(self) -> list[LocalTensor]:
         """What a complete model has beside the averages."""

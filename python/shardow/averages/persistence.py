@@ -40,18 +40,18 @@ def to_save(
     dtype: torch.dtype | str | None = None, named: bool = False,
 ) -> engine.SaveStep:  # fmt: skip
     """Returns what a save of averages finds on this rank. May raise."""
-    copies, states = averages.handing_out(what)
+    handing = averages.handing_out(what)
     if max_shard_size is not None and len(averages.keys) > 1:
         raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
     for key in {_core.STATE_KEY, _core.RECORD_KEY} & set(engine.texts(metadata)):
         raise invalid(f"{what}: metadata {key!r} is the EMA's own state; choose another key")
-    files = _files(averages, states.state, engine.texts(metadata), named)
+    files = _files(averages, handing.value.state, engine.texts(metadata), named)
 
     def texts() -> list[dict[str, str]]:  # with the state of all ranks
-        return [texts for _, texts in _core.ema_files(averages.engine, states.state)]
+        return [texts for _, texts in _core.ema_files(averages.engine, handing.value.state)]
 
     options = engine.dtype_and_limit(dtype, max_shard_size)
-    return Step(engine.ToSave(files, options, texts), [copies, states])
+    return Step(engine.ToSave(files, options, texts), handing.compared)
 
 
 def snapshot(
@@ -217,7 +217,7 @@ def export(
     ranks = averages.ranks
 
     def find() -> engine.SaveStep:
-        compared = averages.handing_out("export()", averages.others, averages.asked(decay))
+        compared = averages.handing_out("export()", averages.others, averages.asked(decay)).compared
         k, others = choose(averages.keys, decay), averages.others()
         refuse_all_odd(others)
         own = {row.name: row.local.tensor.dtype for row in averages.tracked}
@@ -294,7 +294,8 @@ def to_save_beside(
 ) -> dict[str, engine.FileParts]:
     """Returns by key the files of averages in a directory that has others; ``savers``: who saves that. ``state``:
     that of all ranks, which have compared it; None where averages have other ranks. Collective then."""
-    state = averages.ready_to_hand_out(what) if state is None else state
+    if state is None:
+        state = averages.ranks.step(what, lambda: averages.handing_out(what)).state
     files = _files(averages, state, metadata, named=True)
     if averages.ranks.size < savers.size:  # each rank of its own: they must have the same
 

@@ -62,7 +62,10 @@ def check(
     if problems:
         raise invalid(f"the state does not fit: {'; '.join(problems)}")
     shapes = {part.name: tuple(part.region.shape) for part in parts[0]}
-    fits = [compare(shapes, shapes_of(by_key[key], shapes)) for key in keys]
+    fits = [
+        compare(shapes, {name: tuple(value.size()) if name in shapes else () for name, value in by_key[key].items()})
+        for key in keys
+    ]
     each = zip(parts, keys, fits, strict=True)
     copies = [copy for own, key, fit in each for copy in copies_of(own, by_key[key], fit)]
     joined = fits[0].joined(fits[1:])
@@ -74,11 +77,6 @@ def check(
     else:
         joined.refuse(what, "the state", hint=HINT)
     return copies, {"missing": joined.missing, "unexpected": joined.unexpected}
-
-
-def shapes_of(state: Mapping[str, Any], wanted: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of what is ``wanted``; other entries may have none."""
-    return {name: tuple(value.size()) if name in wanted else () for name, value in state.items()}
 
 
 def copies_of(parts: Iterable[gather.Part], state: Mapping[str, Any], fit: Fit[Any]) -> list[Copy]:

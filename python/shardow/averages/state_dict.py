@@ -13,6 +13,7 @@ from shardow.averages import lineage
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.base.checks import instance, one_of, warn
+from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import EqualFacts, Step
 from shardow.files.reading import choose
 from shardow.model.extra_state import extra_states
@@ -25,9 +26,8 @@ Decay = float | str | _core.Schedule
 
 def make(averages: Averages) -> dict[str, Any]:
     """See EMA.state_dict()."""
-    averages.swap.refuse("state_dict()")
+    each = [averages.averages(k) for k in range(len(averages.keys))]
     state = lineage.with_record(averages.engine.state(), averages.lineage, averages.engine, averages.keys)
-    each = [{one.name: _state.as_tensor(one, k) for one in averages.tracked} for k in range(len(averages.keys))]
     return {"averages": each[0] if len(each) == 1 else dict(zip(averages.keys, each, strict=True)), "state": state}
 
 
@@ -85,15 +85,14 @@ def gather(averages: Averages, decay: Decay | None, complete: bool) -> dict[str,
     """See EMA.full_state_dict()."""
     what = "full_state_dict()"
     facts = averages.asked(decay, complete=bool(complete))
-    averages.ready_to_hand_out(what, averages.others if complete else None, facts)
+    averages.ranks.step(what, lambda: averages.handing_out(what, averages.others if complete else None, facts))
     k = choose(averages.keys, decay)
     if not complete:
-        return averages.gatherer(what, k, complete=False).whole({})
-    view = averages.view
+        return Gatherer(what, averages.parts(k), averages.ranks).whole({})
     odd = _without_elements(averages, what)
-    extra = extra_states(view.model) if averages.ranks.rank == 0 else {}
-    aliases = {local.name: local.aliases for local in [*view.parameters, *view.buffers]}
-    return {**averages.gatherer(what, k, complete=True).whole(aliases), **odd, **copy.deepcopy(extra)}
+    extra = extra_states(averages.view.model) if averages.ranks.rank == 0 else {}
+    held = averages.held(k, complete=True)
+    return {**Gatherer(what, held.parts, averages.ranks).whole(held.names), **odd, **copy.deepcopy(extra)}
 
 
 def _without_elements(averages: Averages, what: str) -> dict[str, torch.Tensor]:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from shardow.base.checks import fraction, invalid, unsupported, warn
+from shardow.compat._impl.parameter_list import ParameterList, assign, copies, loaded, moved
 from shardow.compat.files.diffusers_files import read, write
-from shardow.compat.ways.listed import Listed, assign, copies, loaded, moved
 from shardow.model.dtensor import sharded_like
 from shardow.model.owners import resharded
 
@@ -54,7 +54,7 @@ class EMAModel:
         self.optimization_step = 0
         self.cur_decay_value: float | None = None
         self.foreach, self.model_cls, self.model_config = foreach, model_cls, model_config
-        self._averages = Listed("fused_difference" if foreach else "difference", copy_frozen=True)
+        self._averages = ParameterList("fused_difference" if foreach else "difference", copy_frozen=True)
         if device is not None:
             self.to(device=device)
 

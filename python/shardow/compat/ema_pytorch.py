@@ -16,11 +16,10 @@ from torch import nn
 
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of, unsupported
+from shardow.compat._impl.averaged_copy import AveragedModule, Choose, Fate, Kind, everything
+from shardow.compat._impl.given_memory import warn_of_rounding
+from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, following, proxy_for, whole_averages
 from shardow.compat.files.torch_files import whole_state_dict
-from shardow.compat.ways.follower import Choose, Fate, Follower, Kind, everything
-from shardow.compat.ways.pairs import warn_of_rounding
-from shardow.compat.ways.stand_in import Behind, Returning, StandIn, needed, stand_in_for, whole_averages
-from shardow.compat.ways.twin import Twin
 from shardow.model.modules import modes_kept
 from shardow.model.names import walk
 
@@ -82,7 +81,7 @@ class EMA(nn.Module):
         self.move_ema_to_online_device = move_ema_to_online_device
         self._replicas = one_of("replicas", replicas, ("copy", "split"))
         self._made_for: Any = None
-        self._followers: dict[tuple[bool, bool], Follower] = {}
+        self._followers: dict[tuple[bool, bool], AveragedModule] = {}
         self._raw_names: dict[str, str] = {}
         self.ema_model: Any = None
         if not lazy_init_ema:
@@ -95,7 +94,7 @@ class EMA(nn.Module):
         self.ema_model = self._second_model() if ema_model is None else ema_model
         for p in self.ema_model.parameters():
             p.requires_grad_(False)
-        stands_in = isinstance(self.ema_model, StandIn)
+        stands_in = isinstance(self.ema_model, SwappedModelProxy)
         named = self.model if stands_in else self.ema_model
         for name in self.forward_method_names:
             method = getattr(named, name)
@@ -104,8 +103,9 @@ class EMA(nn.Module):
         self.buffer_names = {name for name, b in named.named_buffers() if b.is_floating_point() or b.is_complex()}
 
     def _second_model(self) -> nn.Module:
-        if needed(self.model, self._replicas):
-            return stand_in_for(self.model, "lerp", everything, replicas=self._replicas)
+        proxy = proxy_for(self.model, "lerp", everything, replicas=self._replicas)
+        if proxy is not None:
+            return proxy
         try:
             return copy.deepcopy(self.model)
         except Exception as error:
@@ -193,18 +193,14 @@ class EMA(nn.Module):
         """
         if self.is_frozen:
             return
-        if (
-            self.move_ema_to_online_device
-            and not isinstance(ma_model, StandIn)
-            and _device(ma_model) != _device(current_model)
-        ):
+        if self.move_ema_to_online_device and _device(ma_model) != _device(current_model):
             ma_model.to(_device(current_model))
         decay = self.get_current_decay() if current_decay is None else current_decay
         if {ma_model, current_model} == {self.ema_model, self.model}:
             follower = self._follower(back=ma_model is self.model)
         else:
             _warn_of_rounding(ma_model)
-            follower = _following(ma_model, current_model, self._fate)
+            follower = following(ma_model, current_model, "lerp", self._fate)
         follower.update(current_model, decay, 1.0 - decay)
 
     def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
@@ -231,7 +227,7 @@ class EMA(nn.Module):
         else:
             self.update_moving_average(self.model, self.ema_model, decay)
 
-    def _follower(self, back: bool, whole: bool = False) -> Follower:
+    def _follower(self, back: bool, whole: bool = False) -> AveragedModule:
         """Of the averages, or on the way ``back`` of the model. ``whole``: names don't count. Made anew where models or
         names changed.
         """
@@ -243,9 +239,10 @@ class EMA(nn.Module):
             modules = zip(walk(self.model), self.model.named_modules(remove_duplicate=False), strict=True)
             self._raw_names = {clean: raw for (clean, _), (raw, _) in modules}
         if (back, whole) not in self._followers:
-            choose = everything if whole else self._fate
-            way = (self.model, self.ema_model, _of_floating(choose)) if back else (self.ema_model, self.model, choose)
-            self._followers[back, whole] = _following(*way)
+            choose: Choose = everything if whole else self._fate
+            module, model = (self.model, self.ema_model) if back else (self.ema_model, self.model)
+            choose = _of_floating(choose) if back else choose
+            self._followers[back, whole] = following(module, model, "lerp", choose)
         return self._followers[back, whole]
 
     def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
@@ -262,7 +259,7 @@ class EMA(nn.Module):
         """state_dict() in fresh CPU tensors, whole also of sharded averages: then collective, on rank 0, clean names,
         {} elsewhere.
         """
-        if not isinstance(self.ema_model, StandIn):
+        if not isinstance(self.ema_model, SwappedModelProxy):
             return whole_averages(self)
         parts = {"ema_model": whole_averages(self.ema_model)}
         if self.include_online_model:
@@ -277,24 +274,14 @@ class EMA(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair their models anew."""
-        if isinstance(self.ema_model, StandIn):
+        if isinstance(self.ema_model, SwappedModelProxy):
             raise unsupported("averages of a sharded model are kept with it, and cannot be copied; save state_dict()")
         return {**self.__dict__, "_made_for": None, "_followers": {}}
 
 
 def _warn_of_rounding(module: nn.Module) -> None:
-    if not isinstance(module, StandIn):
+    if not isinstance(module, SwappedModelProxy):
         warn_of_rounding(module.parameters(), "Give ema_model= a copy in float32")
-
-
-def _following(module: nn.Module, model: nn.Module, choose: Choose) -> Follower:
-    """Keeps ``module`` at the averages of ``model``, one of which may stand in for the other."""
-    stand_in, other = (module, model) if isinstance(module, StandIn) else (model, module)
-    if not isinstance(stand_in, StandIn):
-        return Twin(module, "lerp", choose)
-    if stand_in.core.view.model is not other:
-        raise invalid("these averages are another model's; of a sharded model they stay with it")
-    return Behind(stand_in, choose) if stand_in is module else Returning(stand_in, choose)
 
 
 def _of_floating(choose: Choose) -> Choose:

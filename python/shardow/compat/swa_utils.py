@@ -15,10 +15,10 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import fraction, invalid
-from shardow.compat.ways.averaged import Averaged, follow
-from shardow.compat.ways.follower import Fate, Kind, everything
-from shardow.compat.ways.pairs import Tensors
-from shardow.compat.ways.stand_in import StandIn
+from shardow.compat._impl.averaged import Averaged, follow
+from shardow.compat._impl.averaged_copy import Fate, Kind, everything
+from shardow.compat._impl.given_memory import Tensors
+from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy
 
 AvgFn = Callable[[Tensor, Tensor, "Tensor | int"], Tensor]
 MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
@@ -152,7 +152,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
     Of a sharded AveragedModel the pass is made by the model itself with the averages in it, collectively; statistics
     and modes that it trains with come back. Counters of batches stay its own.
     """
-    stand_in = next((module for module in model.modules() if isinstance(module, StandIn)), None)
+    stand_in = next((module for module in model.modules() if isinstance(module, SwappedModelProxy)), None)
     if stand_in is None:
         origin.update_bn(loader, model, device)
         return

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from torch import nn
 
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import invalid, unsupported
-from shardow.compat.ways.averaged import Averaged, follow, load
-from shardow.compat.ways.follower import Fate, Follower, Kind
-from shardow.compat.ways.follower import Rule as Chosen
-from shardow.compat.ways.stand_in import NARROW, ranks_of, whole_averages
-from shardow.compat.ways.twin import Twin
+from shardow.compat._impl.averaged import Averaged, follow, load
+from shardow.compat._impl.averaged_copy import AveragedCopy, AveragedModule, Fate, Kind
+from shardow.compat._impl.averaged_copy import Rule as Chosen
+from shardow.compat._impl.swapped_model_proxy import NARROW, ranks_of, whole_averages
+from shardow.compat.files import torch_files
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
@@ -154,15 +153,15 @@ class ModelEmaV3(Averaged):
         ``exclude_buffers``."""
         self._average(self._followed_by(True), model, decay)
 
-    def _average(self, follower: Follower, model: nn.Module, decay: float) -> None:
+    def _average(self, follower: AveragedModule, model: nn.Module, decay: float) -> None:
         weight = 1.0 - decay
         follower.update(model, 1.0 - weight, weight)
 
-    def _followed_by(self, exclude_buffers: bool) -> Follower:
+    def _followed_by(self, exclude_buffers: bool) -> AveragedModule:
         own = self._follow()
         if exclude_buffers == self.exclude_buffers:
             return own
-        if not isinstance(own, Twin):
+        if not isinstance(own, AveragedCopy):
             raise unsupported(f"averages with exclude_buffers={self.exclude_buffers} stay so; make others")
         return own.again(_parameters_alone if exclude_buffers else _saved_floats)
 
@@ -204,9 +203,7 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
     where = "the checkpoint" if isinstance(checkpoint, Mapping) else f"{checkpoint}"
     if not isinstance(checkpoint, Mapping):
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm saves its arguments too
-            checkpoint = torch.load(
-                checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint)
-            )
+            checkpoint = torch_files.read(checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise invalid(f"{where} is a {type(checkpoint).__name__}, not a dict with {' or '.join(KEYS)}", AssertionError)
     found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardow.base.checks import fraction, invalid
-from shardow.compat.ways.listed import Listed, assign, copies, loaded, moved
+from shardow.compat._impl.parameter_list import ParameterList, assign, copies, loaded, moved
 from shardow.model.owners import resharded
 
 Parameters = Iterable[torch.Tensor] | None
@@ -38,7 +38,7 @@ class ExponentialMovingAverage:
         self.shadow_params = copies(found)
         self.collected_params: list[torch.Tensor] | None = None
         self._params_refs = [_reference(p) for p in found]
-        self._listed = Listed("difference")
+        self._listed = ParameterList("difference")
 
     def update(self, parameters: Parameters = None) -> None:
         """After an optimizer step."""

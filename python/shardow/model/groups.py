@@ -37,8 +37,7 @@ def group_of_tensors(
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
-    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    return list({id(mesh): mesh for mesh in meshes}.values())
+    return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
 
 
 def choose_group(
@@ -49,7 +48,7 @@ def choose_group(
 ) -> dist.ProcessGroup | None:
     """``given``, or a group of all ranks of ``groups`` and ``meshes``; ``world``: it is known to be everybody. Raises
     where there is none."""
-    groups, meshes = list(groups), list({id(mesh): mesh for mesh in meshes}.values())
+    groups, meshes = list(groups), list(meshes)
     ranks = {rank for group in {id(g): g for g in groups}.values() for rank in dist.get_process_group_ranks(group)}
     ranks |= {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
     if given is not None:

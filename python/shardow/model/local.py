@@ -39,8 +39,7 @@ class LocalTensor:
 
     def flat(self) -> torch.Tensor:
         """The elements in order, 1-D: the tensor's own memory, or a copy where they don't lie so."""
-        plain = self.tensor.resolve_conj().resolve_neg()
-        return plain.view(-1) if plain.is_contiguous() else plain.reshape(-1)
+        return self.tensor.resolve_conj().resolve_neg().reshape(-1)
 
     def put(self, flat: torch.Tensor) -> None:
         """Writes what flat() gave, and was changed since, into the model where it was a copy."""

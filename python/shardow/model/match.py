@@ -171,7 +171,8 @@ def _alike(name: str, names: Collection[str], cleaned: Mapping[str, list[str]], 
 def unexpected(held: Held, keys: Mapping[str, str], available: Collection[str]) -> list[str]:
     """Returns what is there and not here. A tied tensor may be there under all its names."""
     known = doubles(held, keys, available).keys() | keys.values()
-    return [key for key in available if key not in known]
+    others = set(map(clean_file_key, held.others))
+    return [key for key in available if key not in known and clean_file_key(key) not in others]
 
 
 def doubles(held: Held, keys: Mapping[str, str], available: Collection[str]) -> dict[str, str]:

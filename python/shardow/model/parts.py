@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Held:
     filled: dict[str, Any] = field(default_factory=dict)  # those that put_back() sets
     values: dict[str, Any] = field(default_factory=dict)  # a mapping's plain values, which put_back() sets too
     mapping: MutableMapping[str, Any] | None = None
+    others: Collection[str] = ()  # names of what is here too: no part is asked for, and none is unexpected
 
     def memory(self) -> list[torch.Tensor]:
         """Where the tensors lie, not their copies."""

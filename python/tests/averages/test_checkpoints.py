@@ -173,7 +173,8 @@ def full_of_a_large_one() -> tuple[int, int, int]:
     ema = shardow.EMA(model, 0.9)
     largest, whole = 0, 0
     process = psutil.Process()
-    gatherer = averages_of(ema).gatherer("full_state_dict()", 0, complete=False)
+    averages = averages_of(ema)
+    gatherer = gather.Gatherer("full_state_dict()", averages.parts(0), averages.ranks)
     start = process.memory_info().rss
     peak = start
     for _, tensor in gatherer.stream():

@@ -22,12 +22,12 @@ from torch.distributed.fsdp import fully_shard
 
 from shardow import EMA
 from shardow.averages.options import Rule
+from shardow.compat._impl.averaged_copy import AveragedCopy
+from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory, flat
+from shardow.compat._impl.parameter_list import ParameterList, copies
+from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, needed
 from shardow.compat.bagel import fsdp_ema_update
 from shardow.compat.torch_ema import ExponentialMovingAverage
-from shardow.compat.ways.listed import Listed, copies
-from shardow.compat.ways.pairs import Pair, Pairs, flat
-from shardow.compat.ways.stand_in import StandIn, needed
-from shardow.compat.ways.twin import Twin
 
 
 def _two_products(e: torch.Tensor, p: torch.Tensor, d: float, w: float) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_pairs_equal_the_formula_bit_for_bit(rule: str, decay: float) -> None:
     expected = {
         n: RULES[rule](averages[n], sources[n], decay, 1 - decay) if n != "count" else torch.tensor(8) for n in averages
     }
-    Pairs([Pair(n, sources[n], averages[n]) for n in averages], rule).update(decay, 1 - decay)
+    GivenMemory([AveragedTensor(n, sources[n], averages[n]) for n in averages], rule).update(decay, 1 - decay)
     for name, tensor in averages.items():
         torch.testing.assert_close(
             tensor, expected[name], rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
@@ -88,13 +88,13 @@ def test_a_source_of_another_dtype_is_read_as_torch_reads_it() -> None:
                 expected = average.clone().mul_(0.9).add_(source, alpha=0.1)
             elif rule == "fused_difference":
                 expected = average.clone().sub_(average - source, alpha=0.1)
-            Pairs([Pair("p", source, average)], rule).update(0.9, 0.1)
+            GivenMemory([AveragedTensor("p", source, average)], rule).update(0.9, 0.1)
             assert torch.equal(average, expected), (rule, source.dtype)
 
 
 def test_low_precision_averages_move_in_the_mean_when_rounded_stochastically() -> None:
     average, source = torch.ones(20000, dtype=torch.bfloat16), torch.full((20000,), 2.0, dtype=torch.bfloat16)
-    pairs = Pairs([Pair("p", source, average)], "lerp", stochastic=True)
+    pairs = GivenMemory([AveragedTensor("p", source, average)], "lerp", stochastic=True)
     for _ in range(100):
         pairs.update(0.9999, 1 - 0.9999)
     assert abs(float(average.double().mean()) - (2 - 0.9999**100)) < 1e-3
@@ -102,7 +102,7 @@ def test_low_precision_averages_move_in_the_mean_when_rounded_stochastically() -
 
 def test_what_is_not_finite_is_held_and_told_once() -> None:
     average, source = torch.ones(4), torch.tensor([1.0, float("nan"), float("inf"), 3.0])
-    pairs = Pairs([Pair("p", source, average)], "mul_add")
+    pairs = GivenMemory([AveragedTensor("p", source, average)], "mul_add")
     with pytest.warns(RuntimeWarning, match="2 weights are NaN or Inf"):
         pairs.update(0.5, 0.5)
     pairs.update(0.5, 0.5)
@@ -124,7 +124,7 @@ def test_flat_is_a_view_in_the_order_of_memory_or_nothing() -> None:
 @pytest.mark.parametrize("name", walks.NAMES)
 def test_a_twin_follows_weights_and_buffers_whatever_replaces_them(name: str) -> None:
     model = walks.model(name)
-    twin = Twin(copy.deepcopy(model), "lerp")
+    twin = AveragedCopy(copy.deepcopy(model), "lerp")
     expected = copy.deepcopy(model).state_dict()
     for step in walks.walk(model, name, 60):
         if step == 20:
@@ -143,7 +143,7 @@ def test_a_twin_follows_weights_and_buffers_whatever_replaces_them(name: str) ->
 
 def test_a_twin_refuses_other_names_and_shapes_before_anything_changes() -> None:
     model = walks.model("mlp")
-    twin = Twin(copy.deepcopy(model), "lerp")
+    twin = AveragedCopy(copy.deepcopy(model), "lerp")
     before = copy.deepcopy(twin.module.state_dict())
     wider = nn.Sequential(nn.Linear(6, 37), nn.BatchNorm1d(37), nn.SiLU(), nn.Linear(37, 20))
     for error in (ValueError, RuntimeError):
@@ -159,7 +159,7 @@ def test_lists_are_paired_anew_when_they_change() -> None:
     parameters = list(model.parameters())
     shadows = copies(parameters)
     expected = copies(parameters)
-    listed = Listed("difference")
+    listed = ParameterList("difference")
     for step in walks.walk(model, "blocks", 30):
         if step == 10:
             shadows = copies(shadows)
@@ -185,7 +185,7 @@ def _stands_in() -> None:
     assert not needed(plain, "copy")
     assert needed(plain, "split")
     ema = EMA(model, 0.5, params="all", buffers="average", stochastic=False)
-    stand_in = StandIn(ema, model).eval()
+    stand_in = SwappedModelProxy(ema, model).eval()
     with torch.no_grad():
         for p, whole in zip(model.parameters(), plain.parameters(), strict=True):
             p.add_(1)
@@ -215,7 +215,7 @@ def test_a_stand_in_acts_as_the_averaged_model(world: int) -> None:
 
 
 def test_version_counters_move() -> None:
-    twin = Twin(walks.model("mlp"), "lerp")
+    twin = AveragedCopy(walks.model("mlp"), "lerp")
     weight: Any = next(twin.module.parameters())
     loss = (weight * weight).sum()
     twin.update(walks.model("mlp"), 0.5, 0.5)
@@ -233,7 +233,7 @@ def test_weights_that_change_their_form_where_they_lie_are_noticed(
 ) -> None:
     """Pruning by ``weight.data = weight.data[:2]`` keeps the address."""
     layer = nn.Linear(4, 4, bias=False)
-    twin, listed, ema = Twin(copy.deepcopy(layer), "lerp"), Listed("lerp"), EMA(layer, 0.5)
+    twin, listed, ema = AveragedCopy(copy.deepcopy(layer), "lerp"), ParameterList("lerp"), EMA(layer, 0.5)
     shadows = copies(layer.parameters())
     before = layer.weight.detach().clone()
     updates: list[Callable[[], None]] = [

@@ -95,6 +95,14 @@ def _with_buffers() -> None:
     assert all(key.startswith("module.") for key in wrapped.state_dict(everywhere=True, buffers=True))
 
 
+def test_a_rank_without_a_part_of_it_misses_a_tensor_too() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last), nn.Linear(20, 20))  # type: ignore[call-overload]
+    averages = DistEMA(model, 2, 1)
+    assert "0.weight" not in averages.name_list
+    with pytest.raises(KeyError, match=r"missing in the state: 0\.weight"):
+        averages.load_state_dict({name: p for name, p in model.state_dict().items() if name != "0.weight"})
+
+
 def test_defect_5_buffers_are_exported_where_they_are_asked_for() -> None:
     ranks.run(2, _with_buffers)
 

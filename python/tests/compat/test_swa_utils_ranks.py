@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import swa_utils as origin
 
 from shardow.compat import swa_utils as ours
-from shardow.compat.ways.stand_in import StandIn
+from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy
 
 
 def _shared(kind: str, replicas: str) -> None:
@@ -24,7 +24,7 @@ def _shared(kind: str, replicas: str) -> None:
     sharded.train(plain, model, 12, made, "update_parameters")
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
     for number, (theirs, mine) in enumerate(made):
-        assert isinstance(mine.module, StandIn) == (kind != "ddp" or replicas == "split")
+        assert isinstance(mine.module, SwappedModelProxy) == (kind != "ddp" or replicas == "split")
         full, expected = mine.full_state_dict(), theirs.state_dict()
         if dist.get_rank() == 0:
             full = {name.replace("module.module.", "module."): tensor for name, tensor in full.items()}
@@ -39,7 +39,7 @@ def _shared(kind: str, replicas: str) -> None:
             origin.AveragedModel(plain).load_state_dict(full)
         torch.testing.assert_close(mine(x), theirs(x))
     theirs, mine = made[-1][0], made[2][1]
-    if isinstance(mine.module, StandIn):
+    if isinstance(mine.module, SwappedModelProxy):
         state = theirs.state_dict()
         state["n_averaged"] = torch.tensor(77)
         mine.load_state_dict({name.replace("module.", "module.module."): tensor for name, tensor in state.items()})

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow.compat import timm as ours
-from shardow.compat.ways.stand_in import StandIn
+from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy as Proxy
 
 
 def _shared(kind: str, replicas: str, path: str) -> None:
@@ -28,13 +28,13 @@ def _shared(kind: str, replicas: str, path: str) -> None:
             ours.ModelEmaV3(model, 0.9, exclude_buffers=True, replicas=replicas),
         ),
     ]
-    assert all(isinstance(average[1].module, StandIn) == (kind != "ddp" or replicas == "split") for average in made)
+    assert all(isinstance(average[1].module, Proxy) == (kind != "ddp" or replicas == "split") for average in made)
     sharded.train(plain, model, 25, made)
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
     for number, (theirs, mine) in enumerate(made):
         full = {name.replace("module.", ""): tensor for name, tensor in mine.full_state_dict().items()}
         expected = {name.removeprefix("module."): tensor for name, tensor in state_of(theirs).items()}
-        if dist.get_rank() == 0 or not isinstance(mine.module, StandIn):
+        if dist.get_rank() == 0 or not isinstance(mine.module, Proxy):
             assert set(full) == set(expected)
             for name, tensor in full.items():
                 assert torch.equal(tensor, expected[name]) or not tensor.is_floating_point(), (number, name)
@@ -46,7 +46,7 @@ def _shared(kind: str, replicas: str, path: str) -> None:
                 f"{path}/{number}.pt",
             )
             module.load_state_dict(full)
-        if isinstance(mine.module, StandIn):
+        if isinstance(mine.module, Proxy):
             with mine.module.ema.swapped():
                 torch.testing.assert_close(model.eval()(x), module(x))
             model.train()

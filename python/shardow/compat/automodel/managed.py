@@ -14,13 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
-from shardow.averages import state as _state
 from shardow.base.checks import invalid, warn
+from shardow.compat._impl.filling import fill
 from shardow.compat.files import dcp, torch_files
 from shardow.distributed.rank_group import EqualUpdates, RankGroup, Step
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
-from shardow.model.match import Fit, Form, fit
+from shardow.model.match import Fit, Form
 from shardow.model.names import clean_file_key
 from shardow.model.parts import Held
 from shardow.model.piece import Piece
@@ -87,22 +87,15 @@ class Managed(ABC):
             ValueErrors.
         """
 
-        def check() -> tuple[Held, list[_state.Copy], Fit[Form | None]]:
-            held = self._held()
-            found = fit(held, state, "the state")
-            what = f"{type(self).__name__}.load_state_dict()"
-            if strict:
-                names = replace(found, different=[])
-                names.refuse(what, "the state", self._refusal, hint="strict=False leaves these as they are")
-            copies = _state.copies_of(held.parts, state, found)
-            found.only_different().refuse(what, "the state", RuntimeError)
-            return held, copies, found
+        what = f"{type(self).__name__}.load_state_dict()"
 
-        held, copies, found = self._ranks.agree("load_state_dict()", check)
-        for target, value, region in copies:
-            _state.copy(target, value, region)
-        held.put_back()
-        return _unmatched(found, "the state")
+        def refuse(fit: Fit[Form | None]) -> None:
+            if strict:
+                names = replace(fit, different=[], elsewhere=[])
+                names.refuse(what, "the state", self._refusal, hint="strict=False leaves these as they are")
+            fit.only_different().refuse(what, "the state", RuntimeError)
+
+        return _unmatched(fill(what, self._ranks, self._held, state, refuse), "the state")
 
     def save(self, directory: str | Path) -> None:
         """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads
@@ -124,26 +117,26 @@ class Managed(ABC):
                 f"missing={missing!r}; 'error', or 'init': averages that are not in the checkpoint begin as the "
                 "weights are now"
             )
-        found = self._ranks.agree("load()", lambda: self._planned(Path(directory), missing))
-        if found is None or found.fit.missing:
+        plan = self._ranks.agree("load()", lambda: self._planned(Path(directory), missing))
+        if plan is None or plan.fit.missing:
             self._begin()
-        counters = None if found is None else dcp.read(found, self._live(), self._ranks)
+        counters = None if plan is None else dcp.read(plan, self._live(), self._ranks)
         self._held().put_back()
         self.updates = 0 if counters is None else counters[1]
         if counters is not None and counters[0] != self.decay:
             warn(f"{directory} was averaged with decay {counters[0]}; it goes on with {self.decay}")
-        return _unmatched(Fit({}, list(self._live()), [], []) if found is None else found.fit, str(directory))
+        return _unmatched(Fit({}, list(self._live()), [], []) if plan is None else plan.fit, str(directory))
 
     def _planned(self, directory: Path, missing: str) -> dcp.Plan | None:
-        found = dcp.plan(self._held(), directory)
+        plan = dcp.plan(self._held(), directory)
         if missing == "init":
-            return found
+            return plan
         way_out = "load(..., missing='init') begins them as the weights are now"
-        if found is None:
+        if plan is None:
             raise errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
-        if found.fit.missing:
-            found.fit.refuse("load()", str(directory), KeyError, hint=way_out)
-        return found
+        if plan.fit.missing:
+            plan.fit.refuse("load()", str(directory), KeyError, hint=way_out)
+        return plan
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
         """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state
@@ -168,16 +161,16 @@ def checked_decay(decay: float) -> float:
     return float(decay)
 
 
-def _unmatched(found: Fit[Form | None], where: str) -> Unmatched:
+def _unmatched(fit: Fit[Form | None], where: str) -> Unmatched:
     """Returns the names that don't match, with a warning where there are any."""
-    if text := found.text(where):
+    if text := fit.text(where):
         warn(f"not everything was loaded: {text}; missing averages are as they were, or as the weights")
-    return Unmatched(found.missing, found.unexpected)
+    return Unmatched(fit.missing, fit.unexpected)
 
 
 def weights_of(view: ModelView) -> dict[str, torch.Tensor]:
     """The modules' own parameters and buffers, by the names of view.parameters and view.buffers. FSDP1's have none."""
-    return {one.local.name: one.recorded for one in [*view._found, *view._found_buffers] if not one.tied}
+    return {slot.local.name: slot.recorded for slot in view._found + view._found_buffers if not slot.tied}
 
 
 def look(weight: torch.Tensor | None, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:

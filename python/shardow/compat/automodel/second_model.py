@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardow.compat._impl.averaged_copy import TrainedCopy
+from shardow.compat._impl.swapped_model_proxy import all_ranks, joined, ranks_of, refuse_copies
 from shardow.compat.automodel.managed import Managed, checked_decay, look, weights_of
-from shardow.compat.ways.stand_in import everybody, joined, ranks_of, refuse_copies
-from shardow.compat.ways.twin import TrainedTwin
 from shardow.files.checkpoint import save as save_file
 from shardow.model.groups import group_of_model
 from shardow.model.match import compare
@@ -34,7 +34,7 @@ class ShardedModelEMAManager(Managed):
     def __init__(self, ema_model: nn.Module, train_model: nn.Module, decay: float = 0.9999) -> None:
         self.decay = checked_decay(decay)
         self.ema_model, self._train_model = ema_model, train_model
-        self._twin = TrainedTwin(ema_model, keeps=True)
+        self._twin = TrainedCopy(ema_model, keeps=True)
         self._ranks = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
         self._ranks.agree("ShardedModelEMAManager(...)", self._prepare)
 
@@ -52,7 +52,7 @@ class ShardedModelEMAManager(Managed):
         return {name: value for name, value in self.__dict__.items() if name != "_ranks"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _ranks=everybody())
+        self.__dict__.update(state, _ranks=all_ranks())
 
     @property
     def _tracked_names(self) -> list[str]:
@@ -62,8 +62,8 @@ class ShardedModelEMAManager(Managed):
     def _param_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(average, weight): the parameters themselves, or FSDP1's memory of them."""
         views = [find(module, strided=True) for module in (self.ema_model, self._train_model)]
-        ours, theirs = ({**{one.name: one.tensor for one in view.parameters}, **weights_of(view)} for view in views)
-        return [(ours[name], theirs[name]) for name in self._twin.names]
+        memory = [{local.name: local.tensor for local in view.parameters} | weights_of(view) for view in views]
+        return [(memory[0][name], memory[1][name]) for name in self._twin.names]
 
     def update(self, model: nn.Module | None = None) -> None:
         """After each optimizer step; ``model``: the train model, or a wrapper of it. Local. What is NaN or Inf is held.
@@ -108,10 +108,11 @@ class ShardedModelEMAManager(Managed):
     def _live(self) -> dict[str, torch.Tensor]:
         view = find(self.ema_model, strided=True)
         view.reshard()
-        weights, found = weights_of(view), {}
-        for one in [*view.parameters, *view.buffers]:
-            found.update(dict.fromkeys((one.name, *one.aliases), look(weights.get(one.name), one.tensor, one.region)))
-        return found
+        weights, state = weights_of(view), {}
+        for local in [*view.parameters, *view.buffers]:
+            tensor = look(weights.get(local.name), local.tensor, local.region)
+            state.update(dict.fromkeys((local.name, *local.aliases), tensor))
+        return state
 
     def _held(self) -> Held:
         return held_by(self.ema_model, self._ranks.process_group, saving=False)
@@ -120,12 +121,12 @@ class ShardedModelEMAManager(Managed):
         self._twin.begin(self._train_model)
 
 
-def _check(ours: ModelView, theirs: ModelView) -> None:
+def _check(ours: ModelView, weights: ModelView) -> None:
     """The origin's exceptions for models that differ."""
-    shapes = {one.name: tuple(one.region.shape) for one in ours.parameters}
-    trained = {one.name: tuple(one.region.shape) for one in theirs.parameters if one.requires_grad}
-    found = compare(trained, {name: shape for name, shape in shapes.items() if name in trained})
-    found.refuse(
-        "ShardedModelEMAManager", "the EMA model", KeyError if found.missing else None, here="in the train model",
+    shapes = {local.name: tuple(local.region.shape) for local in ours.parameters}
+    trained = {local.name: tuple(local.region.shape) for local in weights.parameters if local.requires_grad}
+    fit = compare(trained, {name: shape for name, shape in shapes.items() if name in trained})
+    fit.refuse(
+        "ShardedModelEMAManager", "the EMA model", KeyError if fit.missing else None, here="in the train model",
         done="no averages were made",
     )  # fmt: skip

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow.averages.copies import load_averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid
+from shardow.compat._impl.filling import load_averages
+from shardow.compat._impl.swapped_model_proxy import all_ranks, joined
 from shardow.compat.automodel.managed import Managed, checked_decay, clone, look, weights_of
-from shardow.compat.ways.stand_in import everybody, joined
-from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import EqualUpdates, Step
-from shardow.ema import EMA
+from shardow.ema import EMA, model_averages
 from shardow.files import engine
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
@@ -51,16 +50,17 @@ class EMAManager(Managed):
         own = trained.pop() if dtype or trained == {torch.float64} else torch.float32
         options: dict[str, Any] = {"rule": "mul_add", "stochastic": False, "replicas": replicas, "group": group}
         ema = EMA(model, self.decay, dtype=own, **options)
-        is_shared = ema._averages.ranks.process_group is not None
-        self._everybody = everybody() if is_shared else joined("EMAManager", {"decay": self.decay})
+        is_shared = model_averages(ema).ranks.process_group is not None
+        self._everybody = all_ranks() if is_shared else joined("EMAManager", {"decay": self.decay})
         self._bind(model, ema)
 
     def _bind(self, model: nn.Module, ema: EMA) -> None:
-        self._model, self._ema, self._averages = model, ema, ema._averages
-        self._ranks = self._everybody if ema._averages.ranks.process_group is None else ema._averages.ranks
-        weights = weights_of(ema._averages.view)
+        self._model, self._ema, self._averages = model, ema, model_averages(ema)
+        own = self._averages.ranks
+        self._ranks = self._everybody if own.process_group is None else own
+        weights = weights_of(self._averages.view)
         self._shadow: dict[str, torch.Tensor] = {
-            one.name: look(weights.get(one.name), one.flat, one.region) for one in ema._averages.parts()
+            part.name: look(weights.get(part.name), part.flat, part.region) for part in self._averages.parts()
         }
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
@@ -82,18 +82,18 @@ class EMAManager(Managed):
         view.reshard()
         if model is self._model and view.unchanged():
             return
-        theirs = find(model, group=self._group)
-        self._refuse_new(theirs)
-        if self._averages.swap.follow_moves() and _places(view) == _places(theirs):
+        view_now = find(model, group=self._group)
+        self._refuse_new(view_now)
+        if self._averages.swap.follow_moves() and _places(view) == _places(view_now):
             self._model = model
             return
-        missing = self._shadow.keys() - {one.name for one in theirs.parameters}
+        missing = self._shadow.keys() - {local.name for local in view_now.parameters}
         if missing:
             lost = f"'{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged"
             raise invalid(f"the model has no {lost}; make a new manager of it", KeyError)
         asked = {**self._averages.arguments, "params": functools.partial(_is_in, frozenset(self._shadow))}
         new = EMA(model, self.decay, group=self._group, **asked)
-        load_averages(new._averages, self._averages.averages())
+        load_averages(model_averages(new), self._averages.averages())
         self._bind(model, new)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,11 +102,11 @@ class EMAManager(Managed):
         return {name: getattr(self, name) for name in ("decay", "updates", "_group", "_model", "_ema")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _everybody=everybody())
+        self.__dict__.update(state, _everybody=all_ranks())
         self._bind(self._model, self._ema)
 
     def _refuse_new(self, view: ModelView) -> None:
-        new = [one.name for one in view.parameters if one.requires_grad and one.name not in self._shadow]
+        new = [local.name for local in view.parameters if local.requires_grad and local.name not in self._shadow]
         if new:
             raise invalid(
                 f"'{new[0]}' and {len(new) - 1} more are trained, but were frozen or absent when averages were made; "
@@ -140,8 +140,8 @@ class EMAManager(Managed):
         def find() -> engine.SaveStep:
             path.parent.mkdir(parents=True, exist_ok=True)
             view = self._averages.view
-            mine = {one.name for one in [*view.parameters, *view.buffers] if one.counts_on(self._ranks.rank)}
-            parts = [part for part in self._complete().parts if part.name in mine]
+            own = {local.name for local in [*view.parameters, *view.buffers] if local.counts_on(self._ranks.rank)}
+            parts = [part for part in self._complete().parts if part.name in own]
             to_save = engine.ToSave([engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None))
             return Step(to_save, [EqualUpdates(what, self.updates)])
 
@@ -157,19 +157,15 @@ class EMAManager(Managed):
 
     def _held(self) -> Held:
         self._averages.swap.refuse("loading")
-        names = {one.name: (one.name, *one.local.aliases) for one in self._averages.tracked}
-        return Held(self._averages.parts(), names, self._ranks.process_group)
+        return self._averages.held()
 
     def _begin(self) -> None:
         self._averages.begin()
 
     def _complete(self) -> Held:
         self._averages.swap.refuse("an export")
-        view = self._averages.view
-        names = {one.name: (one.name, *one.aliases) for one in [*view.parameters, *view.buffers]}
         self._averages.swap.rebind()
-        others = [Part(one.name, one.tensor.detach().reshape(-1), one.region) for one in self._averages.others()]
-        return Held([*self._averages.parts(), *others], names, self._ranks.process_group)
+        return self._averages.held(complete=True)
 
 
 def _is_in(names: frozenset[str], name: str, _: object) -> bool:
@@ -177,4 +173,4 @@ def _is_in(names: frozenset[str], name: str, _: object) -> bool:
 
 
 def _places(view: ModelView) -> dict[str, tuple[int, Any]]:
-    return {one.name: (one.tensor.data_ptr(), one.region) for one in view.parameters}
+    return {local.name: (local.tensor.data_ptr(), local.region) for local in view.parameters}

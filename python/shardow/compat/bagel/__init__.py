@@ -14,8 +14,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDat
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from shardow.base.checks import invalid
+from shardow.compat._impl.averaged_copy import TrainedCopy
 from shardow.compat.bagel.checkpoint import HYBRID, FSDPCheckpoint, FSDPConfig, strategy_of
-from shardow.compat.ways.twin import TrainedTwin
 from shardow.start import meta
 
 _KEY = "_shardow_twin"  # of a model's __dict__
@@ -102,20 +102,20 @@ def fsdp_ema_update(ema_model: nn.Module, model: nn.Module, decay: float = 0.999
 class _Kept:
     """A model's twin in its __dict__; no part of its copies and pickles."""
 
-    def __init__(self, twin: TrainedTwin | None = None) -> None:
+    def __init__(self, twin: TrainedCopy | None = None) -> None:
         self.twin = twin
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
         return _Kept, ()
 
 
-def _twin_of(ema_model: nn.Module) -> TrainedTwin:
+def _twin_of(ema_model: nn.Module) -> TrainedCopy:
     kept: _Kept = ema_model.__dict__.setdefault(_KEY, _Kept())
     if kept.twin is None:
         if valueless := meta.valueless(ema_model):
             some = f"'{min(valueless)}' and {len(valueless) - 1} more averages"
             raise invalid(f"fsdp_ema_update(): {some} have no values yet; call try_load_ckpt() first")
-        kept.twin = TrainedTwin(ema_model, keeps=False)
+        kept.twin = TrainedCopy(ema_model, keeps=False)
     return kept.twin
 
 

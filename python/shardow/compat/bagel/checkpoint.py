@@ -13,10 +13,10 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardow import errors
 from shardow.base.checks import invalid, unsupported, warn
+from shardow.compat._impl.averaged_copy import TrainedCopy
+from shardow.compat._impl.swapped_model_proxy import all_ranks
 from shardow.compat.files import torch_files
 from shardow.compat.files.published import publish
-from shardow.compat.ways.stand_in import everybody
-from shardow.compat.ways.twin import TrainedTwin
 from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
 from shardow.files.checkpoint import save
 from shardow.model.parts import held_by
@@ -66,7 +66,7 @@ class FSDPCheckpoint:
         """
         path = Path(ckpt_dir).resolve() / f"{train_steps:07d}"
         logger.info(f"Saving checkpoint to {path}.")
-        ranks = everybody()
+        ranks = all_ranks()
         shard_name, _, writes = _shard_of(fsdp_config)
 
         def fill(partial: Path) -> None:
@@ -100,12 +100,12 @@ class FSDPCheckpoint:
         """
         if missing_ema not in ("error", "model"):
             raise invalid(f"missing_ema={missing_ema!r}; 'error', or 'model': the averages begin as the weights")
-        ranks = everybody()
+        ranks = all_ranks()
         folder = _existing(resume_from, ranks)
         if folder is None:
             logger.info("Training from scratch.")
             if ema_model is not None and meta.valueless(ema_model):
-                TrainedTwin(ema_model, keeps=False).begin(model)
+                TrainedCopy(ema_model, keeps=False).begin(model)
                 meta.have_values(ema_model)
             return model, ema_model
         logger.info(f"Loading checkpoint from {folder}.")
@@ -126,7 +126,7 @@ class FSDPCheckpoint:
         """(optimizer, scheduler, the next step, this rank's data_status). Collective. Everything is read before
         anything is loaded. Raises FileNotFoundError where the optimizer's state was saved in another number of shards,
         naming both."""
-        ranks = everybody()
+        ranks = all_ranks()
         folder = _existing(resume_from, ranks)
         if folder is None:
             return optimizer, scheduler, 0, None

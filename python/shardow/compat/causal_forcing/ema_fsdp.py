@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,17 +15,16 @@ from torch import nn
 
 from shardow import Schedule, _core, errors
 from shardow.averages import state as _state
-from shardow.averages.copies import load_averages
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked, divide
 from shardow.base.checks import invalid, one_of
+from shardow.compat._impl.filling import load_averages
 from shardow.compat.files.torch_files import whole_state_dict
-from shardow.distributed.gather import Gatherer, Part
-from shardow.ema import EMA
-from shardow.model.match import compare, fit
+from shardow.distributed.gather import Gatherer
+from shardow.ema import EMA, model_averages
+from shardow.model.match import compare
 from shardow.model.names import called, model_and_root
-from shardow.model.parts import Held
 from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import ModelView, find
 from shardow.schedules import as_schedules
@@ -63,7 +61,7 @@ class EMA_FSDP:
 
     @property
     def _averages(self) -> Averages:
-        return self.ema._averages
+        return model_averages(self.ema)
 
     @property
     def decay(self) -> float:
@@ -101,8 +99,8 @@ class EMA_FSDP:
         except errors.InvalidArgumentError as error:
             raise invalid(str(error), KeyError) from None
 
-    def _refuse_other(self, given: Any) -> None:
-        model = self._model if given is self._model else model_and_root(given)[0]
+    def _refuse_other(self, module: Any) -> None:
+        model = self._model if module is self._model else model_and_root(module)[0]
         if self._is_copy and model is not self._model:
             self._follow(model)
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
@@ -135,21 +133,7 @@ class EMA_FSDP:
     def load_state_dict(self, sd: Mapping[str, torch.Tensor]) -> None:
         """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises
         ValueError, on every rank, with everything that does not fit, before anything changes."""
-        found = self._averages.ranks.agree("load_state_dict()", lambda: self._renamed(sd))
-        load_averages(self._averages, found)
-
-    def _renamed(self, sd: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By clean names. What is a buffer of the model is passed over."""
-        aliases = {one.name: one.aliases for one in self._averages.view.parameters}
-        parts = self._averages.parts() + [
-            Part(one.name, one.tensor.reshape(-1), one.region) for one in self._averages.view.buffers
-        ]
-        names = {
-            part.name: (part.name, self._names.get(part.name, part.name), *aliases.get(part.name, ())) for part in parts
-        }
-        found = fit(Held(parts, names, None), sd, "the state")
-        replace(found, missing=[], different=[]).refuse("load_state_dict()", "the state")
-        return {name: _floating(name, sd[key]) for name, key in found.keys.items() if name in self._names}
+        load_averages(self._averages, sd, others=self._averages.view.buffers)
 
     def full_state_dict(self, fsdp_module: Any = None, key_style: str = "wrapped") -> dict[str, torch.Tensor]:
         """Whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out of it;
@@ -228,20 +212,13 @@ def fsdp_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole_state_dict(model)
 
 
-def _floating(name: str, tensor: Any) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise invalid(f"'{name}' is {kind} in the state; an average is floating")
-    return tensor
-
-
 def _as_averaged(averages: Averages, view: ModelView) -> list[Tracked]:
     """The parameters of ``view`` in the order of the averages. Raises KeyError, a ValueError too, with the names that
     don't fit.
     """
-    there = {one.name: one for one in view.parameters}
-    shapes = {one.name: tuple(one.local.region.shape) for one in averages.tracked}
-    found = compare(shapes, {name: tuple(one.region.shape) for name, one in there.items()})
-    found.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
-    chosen = [there[name] for name in shapes]
-    return [Tracked(one, *divide(one, averages.options.replicas)) for one in chosen]
+    places = {local.name: local for local in view.parameters}
+    shapes = {row.name: tuple(row.local.region.shape) for row in averages.tracked}
+    fit = compare(shapes, {name: tuple(local.region.shape) for name, local in places.items()})
+    fit.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
+    chosen = [places[name] for name in shapes]
+    return [Tracked(local, *divide(local, averages.options.replicas)) for local in chosen]

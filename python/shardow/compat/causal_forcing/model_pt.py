@@ -13,10 +13,11 @@ from torch import nn
 
 from shardow import errors
 from shardow.base.checks import invalid
+from shardow.compat._impl.swapped_model_proxy import ranks_of
 from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
 from shardow.compat.files import torch_files
 from shardow.compat.files.torch_files import whole_state_dict
-from shardow.compat.ways.stand_in import ranks_of
+from shardow.ema import model_averages
 from shardow.model.names import model_and_root, without_wrappers
 from shardow.model.slots import slots
 from shardow.start.materialize import materialize
@@ -41,7 +42,7 @@ def write_model_pt(
         raise invalid("write_model_pt(): nothing to write; give ema=, generator= or other models")
     content = {} if ema is None else {"generator_ema": ema.full_state_dict(key_style=key_style)}
     content.update({name: whole_state_dict(model_and_root(model)[0]) for name, model in models.items()})
-    ranks = ranks_of(model_and_root(next(iter(models.values())))[0]) if ema is None else ema._averages.ranks
+    ranks = ranks_of(model_and_root(next(iter(models.values())))[0]) if ema is None else model_averages(ema.ema).ranks
     ranks.agree("write_model_pt()", lambda: torch_files.write(content, path) if ranks.rank == 0 else None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core, errors
-from shardow.averages import state as _state
 from shardow.base.checks import fraction, invalid, seconds, whole
-from shardow.compat.dist_ema.shares import Share, is_sharded, refuse_unlike, shares
-from shardow.compat.ways.pairs import Pair, Pairs
-from shardow.compat.ways.stand_in import refuse_copies
-from shardow.distributed.gather import Gatherer, Part, take
+from shardow.compat._impl.filling import fill
+from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory
+from shardow.compat._impl.swapped_model_proxy import refuse_copies
+from shardow.compat.dist_ema.shares import is_sharded, refuse_unlike, shares
+from shardow.distributed.gather import Gatherer, Part
 from shardow.distributed.rank_group import EqualFacts, EqualUpdates, RankGroup, Step
 from shardow.files import engine, paths
-from shardow.model import match
+from shardow.model.match import Fit, Form
 from shardow.model.names import called
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
@@ -139,12 +138,13 @@ class DistEMA:
 
     def _pair(self) -> None:
         here = {one.name: one for one in self._view.parameters}
-        pairs = [
-            Pair(one.name, one.source(here[one.name]), one.average, one.region)
+        rows = [
+            AveragedTensor(one.name, one.source(here[one.name]), one.average, one.region)
             for one in self._shares
             if one.region.size
         ]
-        self._pairs = Pairs(pairs, "mul_add" if self.dtype == "fp32" else "lerp", stochastic=True, seed=self._seed)
+        rule = "mul_add" if self.dtype == "fp32" else "lerp"
+        self._pairs = GivenMemory(rows, rule, stochastic=True, seed=self._seed)
         self._counted = self.decay_steps
 
     # ---- training
@@ -238,30 +238,27 @@ class DistEMA:
         Raises ValueError (KeyError where names are missing), on every rank and before anything changes, with all that
         does not fit, other options too.
         """
-        steps, values = self._ranks.agree("load_state_dict()", lambda: self._fitting(state_dict))
-        for share, value in values:
-            take(value.permute(share.order), share.region, share.average)
-        self.decay_steps = self.decay_steps if steps is None else steps
+        is_wrapped = set(state_dict) == {"model", "config"} and isinstance(state_dict["model"], Mapping)
+        weights, steps = state_dict["model"] if is_wrapped else state_dict, self.decay_steps
 
-    def _fitting(self, state: Mapping[str, Any]) -> tuple[int | None, list[tuple[Share, torch.Tensor]]]:
-        """Shares with their whole tensors, without buffers. Raises KeyError with all that does not fit."""
-        steps = None
-        if set(state) == {"model", "config"} and isinstance(state["model"], Mapping):
-            steps, state = steps_in(state["config"], self.config), state["model"]
-        parts = self._parts_to_gather(None, buffers=True)
-        held = Held(parts, {part.name: (part.name, self._called[part.name]) for part in parts}, None)
-        fit = match.fit(held, state, "the state")
-        found = {one.name: state[fit.keys[one.name]] for one in self._shares if one.name in fit.keys}
-        for name, tensor in found.items():
-            if type(tensor) not in (torch.Tensor, nn.Parameter):
-                raise invalid(
-                    f"load_state_dict(): nothing was loaded: '{name}' is a {type(tensor).__name__}, not a whole tensor",
-                    KeyError,
-                )
-        shapes = {one.name: one.shape for one in self._shares}
-        checked = match.compare(shapes, _state.shapes_of(found, shapes))
-        replace(checked, unexpected=fit.unexpected).refuse("load_state_dict()", "the state", KeyError)
-        return steps, [(one, found[one.name].detach()) for one in self._shares]
+        def look() -> Held:
+            nonlocal steps
+            if is_wrapped:
+                steps = steps_in(state_dict["config"], self.config)
+            held = self._held(saving=False)
+            held.names = {share.name: (share.name, self._called[share.name]) for share in self._shares}
+            held.others = self._called  # buffers, too
+            return held
+
+        def refuse(found: Fit[Form | None]) -> None:
+            for name, key in found.keys.items():
+                if type(weights[key]) not in (torch.Tensor, nn.Parameter):
+                    kind = f"a {type(weights[key]).__name__}, not a whole tensor"
+                    raise invalid(f"load_state_dict(): nothing was loaded: '{name}' is {kind}", KeyError)
+            found.refuse("load_state_dict()", "the state", KeyError)
+
+        fill("load_state_dict()", self._ranks, look, weights, refuse)
+        self.decay_steps = steps
 
     def _needs_all(self, what: str) -> None:
         if self._ranks.size != self.world_size:

@@ -60,8 +60,9 @@ class Share:
     def parts(self, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Part]:
         """The average as regions of the parameter: its own memory, or copies, which are noted: (a stretch of the
         average as its tensor goes, the copy, row-major)."""
-        if self.order == tuple(range(len(self.order))):
-            yield Part(self.name, self.average, self.region)
+        plain = self.order == tuple(range(len(self.order)))
+        if plain or not self.region.size:
+            yield Part(self.name, self.average, self.region if plain else _core.Region.whole(self.shape).window(0, 0))
             return
         for offsets, sizes, begin in self.region.boxes():
             stretch = self.average[begin : begin + math.prod(sizes)].view(sizes).permute(self.inverse)

@@ -1,3 +1,3 @@
-"""The file formats of the origins, and how a file becomes whole or stays away. They import the core and `ways`, and no
+"""The file formats of the origins, and how a file becomes whole or stays away. They import the core and `_impl`, and no
 surface.
 """

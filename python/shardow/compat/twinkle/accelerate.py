@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from shardow.base.checks import invalid, unsupported, warn
+from shardow.compat._impl.swapped_model_proxy import all_ranks
 from shardow.compat.twinkle.helpers import unchanged_environment
 from shardow.compat.twinkle.strategy import Strategy
-from shardow.compat.ways.stand_in import everybody
 from shardow.model import origins
 from shardow.start.materialize import materialize
 from shardow.start.wrap import own_weights, to_meta
@@ -70,7 +70,7 @@ class AccelerateStrategy(Strategy):
         Collective."""
         if not (self._memory_efficient_init and self._shards()):
             return self.accelerator.prepare(model, *args)
-        ranks = everybody()
+        ranks = all_ranks()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
 
         def ready() -> tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]:

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardow.base.checks import invalid
+from shardow.compat._impl.swapped_model_proxy import all_ranks, ranks_of
 from shardow.compat.files import torch_files
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.twinkle.helpers import fsdp_pretrained_load_context
-from shardow.compat.ways.stand_in import everybody, ranks_of
 from shardow.model.parts import held_by
 from shardow.start.materialize import Request, fill_model
 
@@ -99,7 +99,7 @@ class Strategy(ABC):
         """The whole state into one file of torch.save(), which rank 0 writes; whole or not at all. Collective over all
         ranks.
         """
-        raw, ranks = _raw(optimizer), everybody()
+        raw, ranks = _raw(optimizer), all_ranks()
         if self.needs_wrapped_optimizer_state():
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state: Any = get_optimizer_state_dict(self.unwrap_model(model), raw, options=options)
@@ -115,7 +115,7 @@ class Strategy(ABC):
         """What save_optimizer_checkpoint() wrote, here or in twinkle, at any number of ranks. Collective. Raises for
         other files.
         """
-        raw, ranks = _raw(optimizer), everybody()
+        raw, ranks = _raw(optimizer), all_ranks()
         wrapped = self.needs_wrapped_optimizer_state()
         reads = ranks.rank == 0 or not wrapped
         state = ranks.agree("load_optimizer_checkpoint()", lambda: torch_files.read(input_path) if reads else {})

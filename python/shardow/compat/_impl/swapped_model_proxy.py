@@ -1,12 +1,13 @@
-"""StandIn: looks like an averaged second model where none can be had: the first one, with an EMA's averages in it while
-it is called. And the ranks that act together, for surfaces whose origins have no word for them.
+"""SwappedModelProxy: looks like an averaged second model where none can be had: the first model, with an EMA's averages
+in it while it is called. And the ranks that act together, for classes whose upstreams have no word for them.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow.averages import copies
-from shardow.averages.copies import load_averages
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, unsupported
-from shardow.compat.ways.follower import Change, Choose, Fate, Follower, Kind, Rule
-from shardow.compat.ways.pairs import copy_all
+from shardow.compat._impl.averaged_copy import AveragedCopy, AveragedModule, Change, Choose, Fate, Kind, Rule
+from shardow.compat._impl.filling import load_averages
+from shardow.compat._impl.given_memory import copy_all
 from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
-from shardow.ema import EMA
+from shardow.ema import EMA, model_averages
 from shardow.model.groups import group_of_model
 from shardow.model.local import LocalTensor
 from shardow.model.modules import modes_kept
@@ -36,7 +37,7 @@ def needed(model: nn.Module, replicas: Replicas) -> bool:
     return replicas == "split" or has_fsdp(model)
 
 
-class StandIn(nn.Module):
+class SwappedModelProxy(nn.Module):
     """A module without parameters of its own, that acts as ``model`` with the averages of ``ema``.
 
     Calling it is collective, as calling a sharded model is: it swaps the averages in, and out again. state_dict() and
@@ -54,7 +55,7 @@ class StandIn(nn.Module):
 
     @property
     def core(self) -> Averages:
-        return self.ema._averages
+        return model_averages(self.ema)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward through the result raises, since the weights have changed by then."""
@@ -67,24 +68,23 @@ class StandIn(nn.Module):
             return method(*args, **kwargs)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        found = OrderedDict() if destination is None else destination
-        found.update({prefix + name: tensor for name, tensor in self._entries()})
-        return found
+        state = OrderedDict() if destination is None else destination
+        state.update({prefix + name: tensor for name, tensor in self._entries()})
+        return state
 
     def _entries(self) -> Iterator[tuple[str, torch.Tensor]]:
         averages = self.core.averages()
         yield from averages.items()
-        yield from (
-            (one.name, one.tensor.view(one.region.shape)) for one in self.core.view.buffers if one.name not in averages
-        )
+        others = (buffer for buffer in self.core.view.buffers if buffer.name not in averages)
+        yield from ((buffer.name, buffer.tensor.view(buffer.region.shape)) for buffer in others)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         _, _, missing, unexpected, _ = args  # as torch passes them
-        given = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        values = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
         names = self.core.averages()
-        missing += [prefix + name for name in names if name not in given]
-        unexpected += [prefix + name for name in given if name not in dict(self._entries())]
-        load_averages(self.core, {**names, **{name: value for name, value in given.items() if name in names}})
+        missing += [prefix + name for name in names if name not in values]
+        unexpected += [prefix + name for name in values if name not in dict(self._entries())]
+        load_averages(self.core, {name: value for name, value in values.items() if name in names}, strict=False)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -101,7 +101,7 @@ class StandIn(nn.Module):
 
 def whole_averages(module: nn.Module) -> dict[str, torch.Tensor]:
     """The state_dict() of a module in fresh CPU tensors; of a stand-in on rank 0, {} elsewhere. Collective then."""
-    if isinstance(module, StandIn):
+    if isinstance(module, SwappedModelProxy):
         return module.ema.full_state_dict(complete=True)
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
@@ -109,31 +109,34 @@ def whole_averages(module: nn.Module) -> dict[str, torch.Tensor]:
 NARROW = (torch.bfloat16, torch.float16)
 
 
-def stand_in_for(
+def proxy_for(
     model: nn.Module, rule: Rule, choose: Choose, *, device: Any = None, dtype: torch.dtype | None = None,
     replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
-) -> StandIn:  # fmt: skip
-    """With averages of everything floating that ``model`` saves, whatever ``choose`` will make of it; they are float32
-    (float64 of such weights, ``dtype`` if given; 16-bit ones only where they are rounded stochastically). Buffers that
-    are not saved are the model's own. Collective over the ranks that share the model."""
+) -> SwappedModelProxy | None:  # fmt: skip
+    """Returns None where a second model can be had. Else averages of everything floating that ``model`` saves, whatever
+    ``choose`` will make of it; they are float32 (float64 of such weights, ``dtype`` if given; 16-bit ones only where
+    they are rounded stochastically). Buffers that are not saved are the model's own. Collective over the ranks that
+    share the model."""
+    if not needed(model, replicas):
+        return None
     view = find(model, odd=True)
-    weights = [one.tensor.dtype for one in view.parameters if _is_averaged(choose, one, "parameter")]
-    weights += [one.tensor.dtype for one in view.buffers if _is_averaged(choose, one, "buffer")]
+    weights = [local.tensor.dtype for local in view.parameters if _is_averaged(choose, local, "parameter")]
+    weights += [local.tensor.dtype for local in view.buffers if _is_averaged(choose, local, "buffer")]
     chosen = _dtype_of(weights, dtype, stochastic)
     ema = EMA(
         model, dtype=chosen, device=device, replicas=replicas, params=_is_real, buffers="average",
         stochastic=chosen in NARROW, seed=seed,
-        rule=rule if isinstance(rule, str) else rule([(one, chosen) for one in weights]),
+        rule=rule if isinstance(rule, str) else rule([(weight, chosen) for weight in weights]),
     )  # fmt: skip
-    return StandIn(ema, model)
+    return SwappedModelProxy(ema, model)
 
 
-def _is_averaged(choose: Choose, one: LocalTensor, kind: Kind) -> bool:
-    chosen = choose(one.name, one.tensor, kind) == "average"
-    if chosen and one.tensor.is_complex():
+def _is_averaged(choose: Choose, local: LocalTensor, kind: Kind) -> bool:
+    chosen = choose(local.name, local.tensor, kind) == "average"
+    if chosen and local.tensor.is_complex():
         way_out = "keep it as two of them (torch.view_as_real)"
-        raise unsupported(f"'{one.name}' is {one.tensor.dtype}; shared averages are of real numbers: {way_out}")
-    return chosen and _is_real("", one.tensor)
+        raise unsupported(f"'{local.name}' is {local.tensor.dtype}; shared averages are of real numbers: {way_out}")
+    return chosen and _is_real("", local.tensor)
 
 
 def _is_real(name: str, parameter: torch.Tensor) -> bool:
@@ -143,46 +146,56 @@ def _is_real(name: str, parameter: torch.Tensor) -> bool:
 def _dtype_of(weights: list[torch.dtype], wanted: torch.dtype | None, stochastic: bool) -> torch.dtype:
     narrow = wanted if wanted is not None else weights[0] if len(set(weights)) == 1 else None
     if narrow in NARROW:
-        return narrow if stochastic and narrow is not None else torch.float32
+        return narrow if stochastic else torch.float32
     return wanted or (torch.float64 if torch.float64 in weights else torch.float32)
 
 
-class _Sorted(Follower):
-    """What is averaged, copied and left alone of a stand-in's EMA."""
+class _OfProxy(AveragedModule):
+    """Averages of a proxy, sorted by their fate. ``_pair()``: a tensor that is written, and its source."""
 
-    def __init__(self, stand_in: StandIn, choose: Choose) -> None:
-        self._stand_in, self._choose = stand_in, choose
+    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
+        self._proxy, self._choose = proxy, choose
+
+    @abstractmethod
+    def _pair(self, row: Tracked) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @property
     def _averages(self) -> Averages:
-        return self._stand_in.core
+        return self._proxy.core
 
     @functools.cached_property
-    def _sorted(self) -> dict[Fate, list[Tracked]]:
-        buffers = {one.name for one in self._averages.view.buffers}
-        found: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
-        for one in self._averages.tracked:
-            kind: Kind = "buffer" if one.name in buffers else "parameter"
-            found[self._choose(one.name, one.local.tensor, kind)].append(one)
-        return found
+    def _rows(self) -> dict[Fate, list[Tracked]]:
+        buffers = {local.name for local in self._averages.view.buffers}
+        rows: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
+        for row in self._averages.tracked:
+            kind: Kind = "buffer" if row.name in buffers else "parameter"
+            rows[self._choose(row.name, row.local.tensor, kind)].append(row)
+        return rows
+
+    def _change(self, change: Change, rows: Iterable[Tracked]) -> None:
+        pairs = [self._pair(row) for row in rows]
+        change([target for target, _ in pairs], [source.to(target.device) for target, source in pairs])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_sorted"}
+        return {name: value for name, value in self.__dict__.items() if name != "_rows"}
 
 
-class Behind(_Sorted):
-    """``module``: the stand-in, whose averages follow its model. copy() is of all averages."""
+class Behind(_OfProxy):
+    """``module``: the proxy, whose averages follow its model. copy() is of all averages."""
 
-    def __init__(self, stand_in: StandIn, choose: Choose) -> None:
-        super().__init__(stand_in, choose)
-        self.module: nn.Module = stand_in
+    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
+        super().__init__(proxy, choose)
+        self.module: nn.Module = proxy
         self._seen = self._averages.view.model
+
+    def _pair(self, row: Tracked) -> tuple[torch.Tensor, torch.Tensor]:
+        return row.averages[0], row.sources()
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
         self._check(model)
         self._averages.wait()
-        left = [average.clone() for average in _memory(self._sorted["leave"])]  # the engine averages all, in one pass
+        left = [row.averages[0].clone() for row in self._rows["leave"]]  # the engine averages all, in one pass
         self._averages.update_by(decay, weight)
         self._copy_rest(left)
 
@@ -191,8 +204,7 @@ class Behind(_Sorted):
         self._check(model)
         self._averages.ready_to_update()
         self._averages.wait()
-        averaged = self._sorted["average"]
-        change(_memory(averaged), [one.sources().to(one.averages[0].device) for one in averaged])
+        self._change(change, self._rows["average"])
         self._copy_rest()
 
     @torch.no_grad()
@@ -202,11 +214,10 @@ class Behind(_Sorted):
         self._copy_rest()
 
     def _copy_rest(self, left: Sequence[torch.Tensor] = ()) -> None:
-        if not left and not self._sorted["copy"]:
-            return
-        self._averages.wait()
-        copy_all(_memory(self._sorted["leave"]) if left else [], list(left))
-        copy_all(_memory(self._sorted["copy"]), [one.sources() for one in self._sorted["copy"]])
+        if left or self._rows["copy"]:
+            self._averages.wait()
+            copy_all([row.averages[0] for row in self._rows["leave"] if left], list(left))
+            self._change(copy_all, self._rows["copy"])
 
     def _check(self, model: nn.Module) -> None:
         if model is not self._seen:
@@ -219,33 +230,34 @@ class Behind(_Sorted):
             self._seen = model
 
 
-class Returning(_Sorted):
-    """The way back: ``module``, the model, follows the averages of its stand-in. Collective where they are divided.
-    copy() is of all.
+class Returning(_OfProxy):
+    """The way back: ``module``, the model, follows the averages of its proxy. Collective where they are divided. copy()
+    is of all.
     """
 
-    def __init__(self, stand_in: StandIn, choose: Choose) -> None:
-        super().__init__(stand_in, choose)
+    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
+        super().__init__(proxy, choose)
         self.module = self._averages.view.model
+
+    def _pair(self, row: Tracked) -> tuple[torch.Tensor, torch.Tensor]:
+        return row.weights(), row.averages[0]
 
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
         def change(weights: list[torch.Tensor], averages: list[torch.Tensor]) -> None:
-            for one, average in zip(weights, averages, strict=True):
-                one.copy_(torch.lerp(one.to(average.dtype), average, weight))
+            for target, average in zip(weights, averages, strict=True):
+                target.copy_(torch.lerp(target.to(average.dtype), average, weight))
 
         self.apply(model, change)
 
     def apply(self, model: nn.Module, change: Change) -> None:
         def write() -> None:
-            averaged = self._sorted["average"]
-            change([one.weights() for one in averaged], [one.averages[0].to(one.source.device) for one in averaged])
-            copy_all([one.weights() for one in self._sorted["copy"]], _memory(self._sorted["copy"]))
+            self._change(change, self._rows["average"])
+            self._change(copy_all, self._rows["copy"])
 
         self._write(write)
 
     def copy(self, model: nn.Module) -> None:
-        tracked = self._averages.tracked
-        self._write(lambda: copy_all([one.weights() for one in tracked], _memory(tracked)))
+        self._write(lambda: self._change(copy_all, self._averages.tracked))
 
     @torch.no_grad()
     def _write(self, write: Callable[[], None]) -> None:
@@ -255,14 +267,22 @@ class Returning(_Sorted):
         copies.write(self._averages, write)
 
 
-def _memory(tracked: list[Tracked]) -> list[torch.Tensor]:
-    """The averages' own."""
-    return [one.averages[0] for one in tracked]
+def following(
+    module: nn.Module, model: nn.Module, rule: Rule, choose: Choose, **rounding: Any
+) -> AveragedModule:  # fmt: skip
+    """Keeps ``module`` at the averages of ``model``, one of which may be a proxy of the other. ``rule``, ``choose``: as
+    in AveragedCopy; ``rounding``: of 16 bits, as in GivenMemory. A proxy has its own rule and rounding."""
+    proxy, other = (module, model) if isinstance(module, SwappedModelProxy) else (model, module)
+    if not isinstance(proxy, SwappedModelProxy):
+        return AveragedCopy(module, rule, choose, **rounding)
+    if proxy.core.view.model is not other:
+        raise invalid("these averages are another model's; of a sharded model they stay with it")
+    return Behind(proxy, choose) if proxy is module else Returning(proxy, choose)
 
 
 def ranks_of(module: nn.Module) -> RankGroup:
     """Those that share a module, or what it stands in for."""
-    return module.core.ranks if isinstance(module, StandIn) else RankGroup(group_of_model(module, None), None)
+    return module.core.ranks if isinstance(module, SwappedModelProxy) else RankGroup(group_of_model(module, None), None)
 
 
 def refuse_copies(ranks: RankGroup) -> None:
@@ -273,7 +293,7 @@ def refuse_copies(ranks: RankGroup) -> None:
         )
 
 
-def everybody(process_group: dist.ProcessGroup | None = None) -> RankGroup:
+def all_ranks(process_group: dist.ProcessGroup | None = None) -> RankGroup:
     """Those of ``process_group``; None: all there are, each of which has a plain model, where one file is enough."""
     return RankGroup(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group, None)
 
@@ -282,6 +302,6 @@ def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | 
     """everybody() for a new ``what`` ("DistEMA"): its calls meet its own alone. ValueError where ``facts`` differ.
     Collective.
     """
-    ranks = everybody(process_group)
+    ranks = all_ranks(process_group)
     ranks.step(f"{what}(...)", lambda: Step(None, [EqualFacts(f"{what}(...)", facts, ranks), ranks.join(what)]))
     return ranks

@@ -1,4 +1,4 @@
-"""Listed: averages of a list of parameters, as a list of tensors, for surfaces that know no names."""
+"""ParameterList: averages of a list of parameters, as a list of tensors, for surfaces that know no names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardow.base.checks import invalid
-from shardow.compat.ways.pairs import Pair, Pairs, copy_all, warn_of_rounding
+from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory, copy_all, warn_of_rounding
 from shardow.model import origins
 from shardow.model.owners import resharded
 from shardow.model.storage import MARKS
@@ -19,7 +19,7 @@ _OTHERS = "the state is another model's, or its parameters were in another order
 _MARKED = (torch.Tensor, torch.nn.Parameter)
 
 
-class Listed:
+class ParameterList:
     """Averages ``shadows`` of parameters, list beside list, by ``rule``. A shadow is like its parameter: plain, or
     sharded as it is (DTensor; FSDP1's local views). ``copy_frozen``: parameters that want no gradient now are copied
     instead.
@@ -31,7 +31,7 @@ class Listed:
 
     def __init__(self, rule: str, copy_frozen: bool = False) -> None:
         self._rule, self._copy_frozen = rule, copy_frozen
-        self._pairs: Pairs | None = None
+        self._memory: GivenMemory | None = None
         self._warned = False
 
     @torch.no_grad()
@@ -45,37 +45,37 @@ class Listed:
             parameters = resharded(parameters)
             if not self._unchanged(shadows, parameters):
                 self._bind(shadows, parameters)
-        assert self._pairs is not None
-        self._pairs.take(parameters)
+        assert self._memory is not None
+        self._memory.sources = list(parameters)
         try:
-            self._pairs.update(decay, weight)
+            self._memory.update(decay, weight)
         finally:
-            self._pairs.let_go()
+            self._memory.sources = []
 
     def _unchanged(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> bool:
         return (
-            self._pairs is not None
+            self._memory is not None
             and self._marks_of(shadows) == self._marks_of_shadows
             and self._marks_of(parameters) == self._marks
             and (not self._copy_frozen or list(map(_requires_grad, parameters)) == self._trained)
         )
 
     def _bind(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-        self._pairs = None
+        self._memory = None
         check(shadows, parameters)
         self._trained = list(map(_requires_grad, parameters))
-        pairs = [
-            Pair(f"parameter {i}", p, e, copied=self._copy_frozen and not trained)
+        rows = [
+            AveragedTensor(f"parameter {i}", p, e, copied=self._copy_frozen and not trained)
             for i, (e, p, trained) in enumerate(zip(shadows, parameters, self._trained, strict=True))
         ]
         if not self._warned:
             self._warned = True
-            averages = [pair.average for pair in pairs if not pair.copied]
+            averages = [row.average for row in rows if not row.copied]
             warn_of_rounding(averages, "Keep them in float32: to(dtype=torch.float32)")
-        bound = Pairs(pairs, self._rule)
+        bound = GivenMemory(rows, self._rule)
         self._sharded = any(map(_is_sharded, parameters))
         self._marks_of_shadows, self._marks = self._marks_of(shadows), self._marks_of(parameters)
-        self._pairs = bound
+        self._memory = bound
 
     def _marks_of(self, parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
         """Of subclasses the marks tell no more than addresses."""
@@ -85,7 +85,7 @@ class Listed:
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
         kept = {name: getattr(self, name) for name in ("_rule", "_copy_frozen", "_warned")}
-        return {**kept, "_pairs": None}
+        return {**kept, "_memory": None}
 
 
 def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,13 +12,12 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import errors
-from shardow.averages.copies import load_averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
-from shardow.compat.ways.follower import Choose, Follower, Rule, everything_saved
-from shardow.compat.ways.pairs import warn_of_rounding
-from shardow.compat.ways.stand_in import Behind, StandIn, needed, ranks_of, stand_in_for, whole_averages
-from shardow.compat.ways.twin import Twin
+from shardow.compat._impl.averaged_copy import AveragedModule, Choose, Rule, everything_saved
+from shardow.compat._impl.filling import load_averages
+from shardow.compat._impl.given_memory import warn_of_rounding
+from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, following, proxy_for, ranks_of, whole_averages
 from shardow.model.match import compare
 from shardow.model.names import clean_file_key, refuse_scripted
 from shardow.model.piece import Piece
@@ -28,22 +27,22 @@ from shardow.start.materialize import Request, fill_model
 def follow(
     model: nn.Module, rule: Rule, choose: Choose = everything_saved, *, device: Any = None,
     dtype: torch.dtype | None = None, replicas: Replicas = "copy", **rounding: Any,
-) -> Follower:  # fmt: skip
-    """Of a copy of ``model``; of a stand-in where none can be had, or ``replicas="split"``: ranks with the same weights
-    keep a part of the averages each. That is chosen once, and collective then. ``rule``, ``choose``: as in Twin.
-    ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16 bits, as in Pairs."""
+) -> AveragedModule:  # fmt: skip
+    """Returns the averages of a copy of ``model``; of a proxy where none can be had, or ``replicas="split"``: ranks
+    with the same weights keep a part of the averages each. That is chosen once, and collective then. ``rule``,
+    ``choose``: as in AveragedCopy. ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16
+    bits, as in GivenMemory."""
     one_of("replicas", replicas, ("split", "copy"))
     refuse_scripted(model.named_modules())
-    if needed(model, replicas):
-        stand_in = stand_in_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
-        return Behind(stand_in, choose)
-    module = copy.deepcopy(model)
-    if device is not None or dtype is not None:
-        module.to(device=device, dtype=dtype)
-    if not rounding.get("stochastic"):
-        way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
-        warn_of_rounding(module.parameters(), way_out)
-    return Twin(module, rule, choose, **rounding)
+    module: nn.Module | None = proxy_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
+    if module is None:
+        module = copy.deepcopy(model)
+        if device is not None or dtype is not None:
+            module.to(device=device, dtype=dtype)
+        if not rounding.get("stochastic"):
+            way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
+            warn_of_rounding(module.parameters(), way_out)
+    return following(module, model, rule, choose, **rounding)
 
 
 class Averaged(nn.Module):
@@ -51,11 +50,11 @@ class Averaged(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: AveragedModule) -> None:
         super().__init__()
         self._follower, self.module = follower, follower.module
 
-    def _follow(self) -> Follower:
+    def _follow(self) -> AveragedModule:
         """``module`` may have been replaced since."""
         self._follower.module = self.module
         return self._follower
@@ -74,7 +73,7 @@ class Averaged(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch. Of sharded averages: pieces as from state_dict(), or whole tensors, under the names of any
         wrapping; everything is checked on every rank first. Collective then."""
-        if not isinstance(self.module, StandIn):
+        if not isinstance(self.module, SwappedModelProxy):
             refuse_unfit(self.state_dict(), state_dict, strict)
             return super().load_state_dict(state_dict, strict, assign)
         own = dict(self.named_buffers(recurse=False))
@@ -87,10 +86,10 @@ class Averaged(nn.Module):
         return _IncompatibleKeys([], [])
 
 
-def refuse_unfit(here: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
+def refuse_unfit(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
     """Raises RuntimeError where torch would, but before anything changes."""
-    found = compare(_shapes(here), _shapes(state))
-    (found if strict else found.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
+    fit = compare(_shapes(own), _shapes(state))
+    (fit if strict else fit.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
@@ -102,39 +101,28 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
     there. Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name
     is missing or unknown; where no name fits, always. Collective where ranks share the module, which then may be
     sharded. ``what`` is for messages."""
-    here = {clean_file_key(name) for name in module.state_dict()}
-    fitting = [name for name in state if clean_file_key(name) in here]
-    ranks_of(module).agree(what, lambda: _refuse_parts(fitting, state, here, of_parts=isinstance(module, StandIn)))
+    own = {clean_file_key(name) for name in module.state_dict()}
+    fitting = [name for name in state if clean_file_key(name) in own]
+    ranks_of(module).agree(
+        what, lambda: _refuse_parts(fitting, state, own, of_parts=isinstance(module, SwappedModelProxy))
+    )
     try:
-        if isinstance(module, StandIn):
-            _load_averages(module, state, strict)
+        if isinstance(module, SwappedModelProxy):
+            view = module.core.view  # what is not averaged is the model's own, and stays
+            load_averages(module.core, state, strict, [*view.parameters, *view.buffers])
         else:
             fill_model(Request(what, module, state, strict=strict))
     except errors.InvalidArgumentError as error:
         raise invalid(str(error), RuntimeError) from None
 
 
-def _refuse_parts(fitting: list[str], state: Mapping[str, Any], here: set[str], of_parts: bool) -> None:
+def _refuse_parts(fitting: list[str], state: Mapping[str, Any], own: set[str], of_parts: bool) -> None:
     """Where none fits, or unless the averages are ``of_parts`` themselves, where one is a part."""
-    if here and not fitting:
-        some = f"there '{next(iter(state), '')}', here '{min(here)}'"
+    if own and not fitting:
+        some = f"there '{next(iter(state), '')}', here '{min(own)}'"
         raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
     for name in fitting if not of_parts else ():
         value = state[name]
         if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
             way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
             raise invalid(f"'{name}' is one rank's piece, and nothing was loaded; {way_out}", RuntimeError)
-
-
-def _load_averages(module: StandIn, state: Mapping[str, Any], strict: bool) -> None:
-    """What is not averaged is the model's own, and stays."""
-    view, averages = module.core.view, module.core.averages()
-    names = {
-        clean_file_key(name): one.name for one in [*view.parameters, *view.buffers] for name in (one.name, *one.aliases)
-    }
-    given: dict[str, Any] = {} if strict else dict(averages)
-    for key, value in state.items():
-        name = names.get(clean_file_key(key), key)
-        if name in averages or (strict and name not in names.values()):
-            given[name] = value
-    load_averages(module.core, given)

@@ -1,0 +1,210 @@
+"""Averages in memory that others own, beside the tensors that they follow: a list's, a second model's, or a rank's
+share of them. The engine averages what it can reach in one pass, on the host also of tensors on a device. The rest
+(low-precision averages rounded to nearest, complex numbers, other devices, tensors with holes) goes through torch by
+the same formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from shardow import _core
+from shardow.averages import torch_rules
+from shardow.averages.cuda_streams import Streams
+from shardow.averages.options import DTYPES
+from shardow.base.checks import warn
+from shardow.model import storage
+
+Tensors = list[torch.Tensor]
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
+
+
+@dataclass(eq=False)
+class AveragedTensor:
+    """Two tensors of one shape: the average and its source; parts of the same global tensor where they are DTensors.
+    ``region``: their part of a global tensor, by whose elements stochastic rounding draws, so that it is the same under
+    any division; None: all of one. ``copied``: each update copies it, though it is floating."""
+
+    name: str
+    source: torch.Tensor
+    average: torch.Tensor
+    region: _core.Region | None = None
+    copied: bool = False
+
+
+class GivenMemory:
+    """Averages ``rows`` by ``rule``, as in shardow.EMA. ``stochastic``: bfloat16 and float16 averages follow "lerp",
+    rounded by ``seed``; else as torch rounds. Averages that are not floating are copies. NaN and Inf in a source are
+    held by the engine: the average keeps its value. Addresses are those of construction."""
+
+    def __init__(self, rows: Iterable[AveragedTensor], rule: str, stochastic: bool = False, seed: int = 0) -> None:
+        self._rule, self._stochastic, self._seed = rule, stochastic, seed
+        self._warned = False
+        #: The sources in the order of ``rows``. A caller may take them away between calls, and bring them again where
+        #: they were: the engine reads addresses alone.
+        self.sources: Tensors = []
+        self._averages: Tensors = []
+        self._copied: list[int] = []  # places of rows
+        self._averaged: list[int] = []
+        self._staged: dict[int, torch.Tensor] = {}  # copies of sources, which the engine reads
+        self._others: dict[object, list[int]] = {}  # torch takes each list at once
+        engine: dict[torch.dtype, list[AveragedTensor]] = {}
+        for at, entry in enumerate(rows):
+            row = replace(entry, source=_memory(entry.source), average=_memory(entry.average))
+            source, average = row.source, row.average
+            self.sources.append(source)
+            self._averages.append(average)
+            if row.copied or not (average.is_floating_point() or average.is_complex()):
+                self._copied.append(at)
+                continue
+            self._averaged.append(at)
+            if stochastic and average.dtype.itemsize == 2 and not self._engine_takes(row):
+                # Torch has no such rounding.
+                staged = replace(row, source=torch.empty_like(average))
+                if self._engine_takes(staged):
+                    self._staged[at], row = staged.source, staged
+            if self._engine_takes(row):
+                engine.setdefault(average.dtype, []).append(row)
+                continue
+            kind: object = (average.device, average.dtype, source.dtype)
+            if source.device != average.device:
+                kind = at  # alone, since together they would be another copy of the model
+            self._others.setdefault(kind, []).append(at)
+        self._written = [row.average for row in chain.from_iterable(engine.values())]  # by the engine
+        self._engines = [
+            (self._engine(dtype, alike), Streams((row.source for row in alike), (row.average for row in alike)))
+            for dtype, alike in engine.items()
+        ]
+
+    @torch.no_grad()
+    def update(self, decay: float, weight: float, step: int | None = None) -> None:
+        """Makes one update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the
+        average. ``step``, more than at the last update, draws the noise; None: one more. Averages on the host are whole
+        when it returns, since anybody may look at them.
+        """
+        self._stage()
+        held = sum(engine.update_by([(decay, weight)], step) for engine in self._followed())
+        for engine, _ in self._engines:
+            engine.wait()
+        torch.autograd.graph.increment_version(self._written)
+        for places in self._others.values():
+            torch_rules.apply(self._rule, *self._on_one_device(places), decay, weight)
+        self._copy(self._copied)
+        if held and not self._warned:
+            self._warned = True
+            warn(f"{held} weights are NaN or Inf; their averages keep their values (one warning)", RuntimeWarning)
+
+    @torch.no_grad()
+    def apply(self, change: Callable[[Tensors, Tensors], None]) -> None:
+        """Calls change(averages, sources) in the rule's place: lists of the averaged tensors, in their order, each
+        source on its average's device.
+        """
+        if self._averaged:
+            change(*self._on_one_device(self._averaged))
+        self._copy(self._copied)
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Makes the averages equal to their sources."""
+        self._stage()
+        for engine in self._followed():
+            engine.reset()
+        torch.autograd.graph.increment_version(self._written)
+        self._copy([*self._copied, *chain.from_iterable(self._others.values())])
+
+    def held(self) -> int:
+        """Returns how many elements were kept because their source was NaN or Inf, since construction."""
+        return sum(engine.stats()["held_nonfinite"] for engine, _ in self._engines)
+
+    def _stage(self) -> None:
+        copy_all([*self._staged.values()], [_memory(self.sources[at]) for at in self._staged])
+
+    def _copy(self, places: Sequence[int]) -> None:
+        copy_all([self._averages[at] for at in places], [_memory(self.sources[at]) for at in places])
+
+    def _on_one_device(self, places: Sequence[int]) -> tuple[Tensors, Tensors]:
+        averages = [self._averages[at] for at in places]
+        sources = (_memory(self.sources[at]) for at in places)
+        return averages, [source.to(average.device) for average, source in zip(averages, sources, strict=True)]
+
+    def _followed(self) -> Iterator[_core.Average]:
+        """Yields the engines on torch's current streams."""
+        for engine, streams in self._engines:
+            streams.follow(engine)
+            yield engine
+
+    def _engine_takes(self, row: AveragedTensor) -> bool:
+        source, average = row.source, row.average
+        home, origin = storage.device_of(average), storage.device_of(source)
+        beside = home == origin and origin.type in ("cpu", "cuda") and not storage.why_not(origin)
+        on_host = home.type == "cpu" and origin.type == "cuda" and _core.cuda_available()
+        if not (beside or on_host) or not {source.dtype, average.dtype} <= DTYPES.keys():
+            return False
+        if flat(source) is None or _strides(source) != _strides(average):
+            return False
+        if average.dtype.itemsize == 2:
+            return self._stochastic
+        if source.dtype.itemsize > average.dtype.itemsize:
+            return False
+        return self._rule != "two_products" or source.dtype == average.dtype  # torch rounds w * p to the source's dtype
+
+    def _engine(self, dtype: torch.dtype, rows: Sequence[AveragedTensor]) -> _core.Average:
+        narrow = dtype.itemsize == 2
+        options = _core.AverageOptions(
+            schedules=[_core.Schedule.make("constant", {"decay": 1.0})],  # never asked: update_by() brings its own
+            dtype=DTYPES[dtype], rule=_core.Rule.lerp if narrow else getattr(_core.Rule, self._rule),
+            rounding=_core.Rounding.stochastic if narrow else _core.Rounding.nearest,
+            non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0,
+            keep_values=True,
+        )  # fmt: skip
+        return _core.Average(
+            [_view(row, row.source) for row in rows], [[_view(row, row.average) for row in rows]], options
+        )
+
+
+def copy_all(targets: Tensors, values: Tensors) -> None:
+    if targets:
+        torch._foreach_copy_(targets, values)
+
+
+def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> bool:
+    """Warns that 16-bit averages, rounded to nearest, stand still where weights move little. Returns whether there are
+    any.
+    """
+    narrow = next(
+        (tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None
+    )
+    if narrow is not None:
+        lost = "as in the library that this stands for: with a decay near 1 most increments are lost"
+        warn(f"averages in {narrow} are rounded to nearest, {lost}. {way_out}", RuntimeWarning)
+    return narrow is not None
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the elements in the order of memory, 1-D, a view; None where they have holes between them, or overlap."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
+        return None
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides of dimensions that have any."""
+    if not tensor.numel():
+        return ()
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a tensor that this rank holds."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
+def _view(row: AveragedTensor, tensor: torch.Tensor) -> _core.TensorView:
+    memory = flat(tensor)
+    assert memory is not None
+    region = row.region or _core.Region.whole([memory.numel()])
+    return storage.engine_view(row.name, DTYPES[tensor.dtype], memory, region)

@@ -85,6 +85,9 @@ Result enqueue(void* handle, Work work, const std::vector<const void*>& touched)
   for (const void* address : touched) work.blocks.push_back(block_of(address));
   const auto capture = capture_of(handle);
   if (capture == nullptr) {
+    for (const Stream& other : world().streams.all())
+      if (handle == nullptr && other.blocking && other.capture != nullptr)
+        return lose(*other.capture, kCaptureImplicit);
     world().streams.add(current_device(), handle, std::move(work));
     return state();
   }
@@ -266,7 +269,7 @@ int cuMemsetD8Async(void* memory, unsigned char value, size_t bytes, void* strea
 int cuStreamCreate(void** stream, unsigned flags) {
   const Entered lock((flags & 1) != 0 ? "stream" : "stream that the default one blocks");
   if (const Result result = state()) return result;
-  return give(stream, world().streams.make(current_device()));
+  return give(stream, world().streams.make(current_device(), (flags & 1) == 0));
 }
 int cuStreamDestroy_v2(void* handle) {
   const Entered lock("end of stream", handle);

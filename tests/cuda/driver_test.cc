@@ -171,6 +171,10 @@ TEST_F(FakeCapture, IsLostInAnyModeByWhatConflictsWithIt) {
     for (const int mode : {kGlobal, kRelaxed})
       EXPECT_EQ(outcome(mode, false, call), Outcome(status, kCaptureInvalidated));
   }
+  void* blocking = nullptr;
+  driver().create_stream(&blocking, 0);
+  const Recording recording({{0, blocking}}, kRelaxed, [&] { EXPECT_EQ(copy(nullptr), kCaptureImplicit); });
+  EXPECT_EQ(recording.status, kCaptureInvalidated);
 }
 
 TEST_F(FakeCapture, AGraphOfFreedMemoryIsNotReplayed) {

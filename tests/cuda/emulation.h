@@ -5,7 +5,6 @@
 // can't show is in docs/architecture.md.
 #pragma once
 
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -103,6 +103,7 @@ enum Result {
   kCaptureInvalidated = 901,
   kCaptureUnmatched = 903,
   kCaptureIsolation = 905,
+  kCaptureImplicit = 906,
   kCapturedEvent = 907
 };
 

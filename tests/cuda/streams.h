@@ -53,6 +53,7 @@ struct Capture;
 struct Stream {
   int device;
   void* handle;
+  bool blocking;  ///< it and the default stream wait for each other, which a capture can't have
   std::shared_ptr<Capture> capture = nullptr;  ///< of streams that are captured together the same
   std::deque<Operation> queue = {};
   Mark last = nullptr;
@@ -82,7 +83,9 @@ class Streams {
     until_broken = -1;
   }
   /// A handle that none has had before
-  void* make(int device) { return begin(device, reinterpret_cast<void*>(last_handle_ += 16)).handle; }
+  void* make(int device, bool blocking = false) {
+    return begin(device, reinterpret_cast<void*>(last_handle_ += 16), blocking).handle;
+  }
   /// Null: none has that handle, or the device's default stream has not been used
   Stream* find(int device, void* handle) {
     for (Stream& stream : streams_) {
@@ -159,8 +162,8 @@ class Streams {
   std::mutex& mutex() { return mutex_; }
 
  private:
-  Stream& begin(int device, void* handle) {
-    Stream& stream = streams_.emplace_back(Stream{device, handle});
+  Stream& begin(int device, void* handle, bool blocking = false) {
+    Stream& stream = streams_.emplace_back(Stream{device, handle, blocking});
     if (threads_) stream.thread = std::thread([this, &stream] { work(stream); });
     return stream;
   }

@@ -18,6 +18,7 @@
 
 #include "callbacks.h"
 #include "comm/agree.h"
+#include "comm/facts.h"
 #include "comm/store_group.h"
 #include "core.h"
 #include "store.h"
@@ -180,6 +181,13 @@ nb::bytes agree_on(Group& group, const std::string& call, double timeout, const 
 
 }  // namespace
 
+comm::Facts facts_of(const nb::list& facts) {
+  comm::Facts all;
+  for (const nb::handle fact : facts)
+    all.push_back({bytes_of(fact[0]), bytes_of(fact[1]), bytes_of(fact[2]), bytes_of(fact[3])});
+  return all;
+}
+
 void bind_group(nb::module_& m) {
   nb::class_<Group>(m, "Group", "The ranks that act together.")
       .def_prop_ro("rank", &Group::rank)
@@ -213,6 +221,28 @@ void bind_group(nb::module_& m) {
            "Ends the next round for all, since this rank was interrupted in `call`.")
       .def("compare_set", &compare_set, "key"_a, "expected"_a, "desired"_a, "timeout"_a,
            "The store's own, of other keys.");
+  nb::class_<comm::Compared>(m, "Compared", "One rank's part of a comparison; see src/comm/facts.h.")
+      .def(
+          "words", [](comm::Compared& own) { return to_bytes(own.words()); }, "This rank's, for a round.")
+      .def(
+          "sum_up",
+          [](const comm::Compared& own, const nb::list& by_rank) { return to_bytes(own.sum_up(texts_of(by_rank))); },
+          "by_rank"_a, "What the words of all ranks come to, on one; empty where all is equal.")
+      .def(
+          "take",
+          [](comm::Compared& own, Group& group, const nb::bytes& total, double timeout) {
+            const std::string text = text_of(total);
+            const nb::gil_scoped_release release;
+            own.take(group, text, milliseconds(timeout));
+          },
+          "group"_a, "total"_a, "timeout"_a, "Raises what differs. Collective: a round where anything does.");
+  nb::class_<comm::EqualFacts, comm::Compared>(m, "EqualFacts", "Compares facts: (name, value, hint, set).")
+      .def(
+          "__init__",
+          [](comm::EqualFacts* memory, const std::string& call, const nb::list& facts, bool whole) {
+            new (memory) comm::EqualFacts(call, facts_of(facts), whole);
+          },
+          "call"_a, "facts"_a, "whole"_a = false, "`whole`: they travel as they are, since take() is not called.");
   m.def("solo", &solo, "A group of one rank, which never waits.");
   m.def("agree_on", &agree_on, "group"_a, "call"_a, "timeout"_a, "fn"_a, "weigh"_a, "behind"_a = 0.0,
         "Runs fn on every rank, or raises on all ranks if it raised on any: its own error where it did, "

@@ -89,12 +89,14 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
   };
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_in()", options.timeout);
-    const auto facts = [&] {
+    std::optional<comm::EqualFacts> facts;
+    const auto words = [&] {
       prepare();
-      return average::swap_facts(k, counters.updates, weights);
+      return facts.emplace("swap_in()", average::swap_facts(k, counters.updates, weights)).words();
     };
-    if (!comm::agree_on(*options.replicas, deadline, facts, average::other_views).empty())
-      average::refuse_views(*options.replicas, weights, deadline);
+    const auto sum_up = [&](const std::vector<std::string>& by_rank) { return facts->sum_up(by_rank); };
+    const std::string total = comm::agree_on(*options.replicas, deadline, words, sum_up);
+    facts->take(*options.replicas, total, options.timeout);
   } else {
     prepare();
   }

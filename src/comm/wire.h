@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "base/errors.h"
 
@@ -71,5 +72,18 @@ class Receiver {
   }
   std::string_view left_;
 };
+
+/// All texts of which each rank's words consist, in their order: those of one kind by rank.
+inline std::vector<std::vector<std::string>> columns(const std::vector<std::string>& by_rank) {
+  std::vector<std::vector<std::string>> columns;
+  for (const std::string& words : by_rank) {
+    size_t column = 0;
+    for (Receiver in(words); !in.done(); ++column) {
+      if (column == columns.size()) columns.emplace_back();
+      columns[column].push_back(in.text());
+    }
+  }
+  return columns;
+}
 
 }  // namespace shardow::comm

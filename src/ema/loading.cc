@@ -11,7 +11,7 @@
 #include "base/paths.h"
 #include "base/turns.h"
 #include "comm/agree.h"
-#include "comm/wire.h"
+#include "comm/facts.h"
 #include "ema/agreed.h"
 #include "ema/names.h"
 #include "file/load.h"
@@ -110,17 +110,15 @@ namespace {
 
 /// What ranks that load averages must have equal.
 comm::Comparison same_request(const Average& ema, const LoadOptions& options, OptionsFrom from) {
-  const auto words = [&ema, &options, from] {
-    return said({{"the EMA", counted(decay_keys(ema.schedules()))},
-                 {"options", name_of(from)},
-                 {"strict", options.strict ? "true" : "false"},
-                 {"verify", options.verify ? "true" : "false"}});
+  const auto facts = [&ema, &options, from] {
+    return comm::EqualFacts("load()",
+                            {{"the EMA", counted(decay_keys(ema.schedules()))},
+                             {"options", name_of(from)},
+                             {"strict", options.strict ? "true" : "false"},
+                             {"verify", options.verify ? "true" : "false"}},
+                            /*whole=*/true);
   };
-  const auto compare = [](const std::vector<std::string>& by_rank) {
-    check_same("load()", by_rank);
-    return std::string();
-  };
-  return {words, compare};
+  return {[=] { return facts().words(); }, [=](const auto& by_rank) { return facts().sum_up(by_rank); }};
 }
 
 /// `call`: by its find() or `open`. `where`: for messages.

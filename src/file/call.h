@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/agree.h"
+#include "comm/facts.h"
 #include "file/header.h"
 #include "file/ownership.h"
 #include "file/producer.h"
@@ -25,6 +26,7 @@ struct Request {
   std::vector<SaveFile> files;
   std::filesystem::path path;
   SaveOptions options;
+  comm::Facts facts = {};  ///< what else must be equal on all ranks
 };
 
 /// A save by what its ranks find out within its first round.
@@ -34,6 +36,7 @@ struct SaveCall {
   comm::Comparison compared = {};      ///< beside requests, after request()
   /// On every rank, of what `compared` came to: more metadata of each file, the same on all ranks. May be collective.
   std::function<std::vector<Metadata>(const std::string&)> metadata = {};
+  const char* name = "save()";  ///< in messages about ranks that ask for other things
 
   /// Makes the save, whose steps have `timeout` each. Collective.
   std::unique_ptr<StagedSave> begin(Group& group, std::chrono::milliseconds timeout) const;

@@ -44,29 +44,14 @@ std::string difference(const Entry& entry, const Shape& shape, DType dtype, cons
   return {};
 }
 
-/// What a rank asks for, for all ranks: what one of them asks for, all do.
-constexpr int64_t kVerify = 1, kCheckOnly = 2, kProgress = 4;
-
-int64_t asked_by(const LoadOptions& options) {
-  return (options.verify ? kVerify : 0) | (options.check_only ? kCheckOnly : 0) | (options.progress ? kProgress : 0);
-}
-
-/// Everybody's words, by rank: what is asked for, and of each file whether it must fit and who holds what.
+/// All ranks' words_of(): what is asked for, and of each file whether it must fit and who holds what.
 std::string sum_up_words(const std::vector<std::string>& by_rank) {
-  std::vector<Receiver> in(by_rank.begin(), by_rank.end());
-  int64_t asked = 0;
-  for (Receiver& one : in) asked |= one.number();
+  const auto columns = comm::columns(by_rank);
   Sender out;
-  out.number(asked);
-  while (!in.front().done()) {
-    int64_t strict = 0;
-    std::vector<std::string> held;
-    for (Receiver& one : in) {
-      strict |= one.number();
-      held.push_back(one.text());
-    }
-    out.number(strict);
-    out.text(sum_up(held));
+  out.number(asked_by_any(columns[0]));
+  for (size_t i = 1; i < columns.size(); i += 2) {
+    out.number(asked_by_any(columns[i]));
+    out.text(sum_up(columns[i + 1]));
   }
   return out.bytes();
 }
@@ -124,9 +109,9 @@ using Fillings = std::deque<Filling>;
 
 std::string words_of(const Fillings& fillings, const LoadOptions& options, int rank) {
   Sender out;
-  out.number(asked_by(options));
+  out.text(asked_by(options));
   for (const Filling& one : fillings) {
-    out.number(one.chosen.strict ? 1 : 0);
+    out.text(one.chosen.strict ? "1" : "0");
     out.text(one.holding.words(rank));
   }
   return out.bytes();
@@ -141,12 +126,9 @@ comm::Comparison comparison_of(const Fillings& fillings, const std::function<voi
     return out.bytes();
   };
   const auto sum_up = [&fillings](const std::vector<std::string>& by_rank) {
-    std::vector<Receiver> in(by_rank.begin(), by_rank.end());
-    for (const Filling& one : fillings) {
-      std::vector<std::string> sums;
-      sums.reserve(in.size());
-      for (Receiver& rank : in) sums.push_back(rank.text());
-      if (one.sums) one.sums->compare(sums);
+    const auto sums = comm::columns(by_rank);
+    for (size_t f = 0; f < fillings.size(); ++f) {
+      if (fillings[f].sums) fillings[f].sums->compare(sums[f]);
     }
     return std::string();
   };
@@ -195,6 +177,17 @@ std::vector<LoadReport> load_agreed(Group& group, Fillings& fillings, const std:
 using KeptOpen = std::pair<std::shared_ptr<base::TimedCalls>, std::shared_ptr<const Catalog>>;
 
 }  // namespace
+
+std::string asked_by(const LoadOptions& options) {
+  return std::to_string((options.strict ? kStrict : 0) | (options.verify ? kVerify : 0) |
+                        (options.check_only ? kCheckOnly : 0) | (options.progress ? kProgress : 0));
+}
+
+int64_t asked_by_any(const std::vector<std::string>& by_rank) {
+  int64_t asked = 0;
+  for (const std::string& bits : by_rank) asked |= std::stoll(bits);
+  return asked;
+}
 
 Match match(const std::vector<Shared>& wanted, const StoredTensors& tensors, bool strict, const std::string& what,
             const char* place) {

@@ -1,6 +1,7 @@
 // Loading from a catalog that has been read before.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -11,6 +12,12 @@
 #include "shardow/checkpoint.h"
 
 namespace shardow::file {
+
+/// What a rank asks for beside tensors, in bits: what one rank asks for, all do.
+constexpr int64_t kStrict = 1, kVerify = 2, kCheckOnly = 4, kProgress = 8;
+
+std::string asked_by(const LoadOptions& options);
+int64_t asked_by_any(const std::vector<std::string>& by_rank);
 
 /// What a rank wants of a checkpoint. `strict`: as LoadOptions::strict, in place of it.
 struct Chosen {

@@ -18,6 +18,7 @@
 #include "base/turns.h"
 #include "comm/agree.h"
 #include "comm/counts.h"
+#include "comm/facts.h"
 #include "comm/parts.h"
 #include "comm/wire.h"
 #include "file/call.h"
@@ -39,36 +40,19 @@ namespace shardow {
 namespace merging {
 namespace {
 
-/// What must be the same on all ranks.
-std::string facts(const Plan& plan, const std::vector<std::string>& others) {
-  comm::Sender out;
-  for (const std::string& other : others) out.text(other);
-  out.text(plan.provenance(""));
+/// What must be equal on all ranks; none where there is but one.
+comm::Facts facts_of(const Group& group, const Plan& plan) {
+  if (group.size() == 1) return {};
+  comm::Facts facts = {{"what is merged", plan.provenance("")}};
   for (const Tensor& tensor : plan.tensors()) {
-    out.text(tensor.name);
-    out.number(static_cast<int64_t>(tensor.dtype));
-    for (const DType dtype : tensor.types) out.number(static_cast<int64_t>(dtype));
-    for (const int64_t size : tensor.shape) out.number(size);
+    std::vector<std::string_view> types;
+    for (const DType dtype : tensor.types) types.push_back(dtype_name(dtype));
+    facts.push_back(
+        {fmt::format("'{}'", tensor.name), fmt::format("{} [{}] of [{}]", dtype_name(tensor.dtype),
+                                                       fmt::join(tensor.shape, ", "), fmt::join(types, ", "))});
   }
-  return out.bytes();
+  return facts;
 }
-
-/// Compares plans and `others`; `plan` is made before.
-comm::Comparison same_plan(const Group& group, const std::optional<Plan>& plan, std::vector<std::string> others) {
-  const auto words = [&, others = std::move(others)] {
-    return group.size() == 1 ? std::string() : std::to_string(comm::digest(facts(*plan, others)));
-  };
-  const auto compare = [](const std::vector<std::string>& all) {
-    const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& one) { return one != all[0]; });
-    if (other != all.end())
-      base::fail(Code::kInvalidArgument, "rank {} was called with other inputs, coefficients or options than rank 0",
-                 other - all.begin());
-    return std::string();
-  };
-  return {words, compare};
-}
-
-constexpr int64_t kStrict = 1, kVerify = 2, kCheckOnly = 4;
 
 /// A merge as all ranks make it, and what they want of it. What one of them asks for, all do.
 struct Agreed {
@@ -82,35 +66,29 @@ Agreed agree_on(Group& group, std::vector<MergeInput> inputs, std::optional<DTyp
                 std::span<const TensorView> tensors, const LoadOptions& options) {
   Agreed agreed;
   std::optional<file::Holding> held;
-  const comm::Comparison same = same_plan(group, agreed.plan, {});
+  std::optional<comm::EqualFacts> same;
   const auto look = [&] {
     agreed.plan.emplace(std::move(inputs), dtype);
     file::check_memory(tensors);
     comm::Sender out;
-    out.number((options.strict ? kStrict : 0) | (options.verify ? kVerify : 0) | (options.check_only ? kCheckOnly : 0));
-    out.text(same.words());
+    out.text(same.emplace("merge()", facts_of(group, *agreed.plan)).words());
     out.text(held.emplace(tensors).words(group.rank()));
+    out.text(file::asked_by(options));
     return out.bytes();
   };
   const auto sum_up = [&](const std::vector<std::string>& by_rank) {
-    int64_t asked = 0;
-    std::vector<std::string> plans, holdings;
-    for (const std::string& words : by_rank) {
-      comm::Receiver in(words);
-      asked |= in.number();
-      plans.push_back(in.text());
-      holdings.push_back(in.text());
-    }
-    same.sum_up(plans);
+    const auto columns = comm::columns(by_rank);
     comm::Sender out;
-    out.number(asked);
-    out.text(file::sum_up(holdings));
+    out.text(same->sum_up(columns[0]));
+    out.text(file::sum_up(columns[1]));
+    out.number(file::asked_by_any(columns[2]));
     return out.bytes();
   };
-  const std::string sum = comm::agree_on(group, base::after(options.timeout), look, sum_up);
-  comm::Receiver in(sum);
-  agreed.asked = in.number();
+  const std::string total = comm::agree_on(group, base::after(options.timeout), look, sum_up);
+  comm::Receiver in(total);
+  same->take(group, in.text(), options.timeout);
   agreed.wanted = file::shared_from(group, *held, in.text(), options.timeout);
+  agreed.asked = in.number();
   return agreed;
 }
 
@@ -410,10 +388,12 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
     saving.metadata = options.metadata;
     saving.metadata[kMergeKey] = plan->provenance(options.formula);
     saving.progress = options.progress;
-    return file::Request{{{"", std::move(out)}}, path, saving};
+    comm::Facts facts = facts_of(group, *plan);
+    facts.push_back({"formula", options.formula});
+    facts.push_back({"verify", options.verify ? "true" : "false"});
+    return file::Request{{{"", std::move(out)}}, path, saving, std::move(facts)};
   };
-  const file::SaveCall call{request, &producer,
-                            same_plan(group, plan, {options.formula, options.verify ? "verify" : ""})};
+  const file::SaveCall call{request, &producer, {}, {}, "merge()"};
   const SaveReport saved = call.begin(group, options.timeout)->write();
   MergeReport report = plan->report();
   report.files = saved.files;
@@ -432,9 +412,9 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   const Plan& plan = *load.plan;
   const std::vector<file::Shared>& wanted = load.wanted;
   LoadReport report =
-      file::match(wanted, as_stored(plan), (load.asked & kStrict) != 0, "the merge", "the inputs").report;
+      file::match(wanted, as_stored(plan), (load.asked & file::kStrict) != 0, "the merge", "the inputs").report;
   report.metadata[kMergeKey] = plan.provenance("");
-  if ((load.asked & kCheckOnly) != 0) return report;
+  if ((load.asked & file::kCheckOnly) != 0) return report;
   std::vector<bool> read_once(plan.tensors().size(), false);
   int64_t total = 0;
   for (const file::Shared& one : wanted) {
@@ -454,7 +434,7 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
     views.push_back(view);
     counted.push_back(piece != one.pieces.end() && piece->holders.front() == group.rank());
   }
-  Sums sums(plan, (load.asked & kVerify) != 0);
+  Sums sums(plan, (load.asked & file::kVerify) != 0);
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
   comm::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });

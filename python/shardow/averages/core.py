@@ -29,9 +29,9 @@ from shardow.averages.torch_rules import OtherMemory
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.distributed.gather import Gatherer, Part
-from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import Equal, EqualStates, RankGroup, Step, equal_facts
 from shardow.files.reading import choose
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.names import unwrapped
 from shardow.model.swap_guard import read, refuse_foreign
@@ -119,8 +119,8 @@ class Averages:
         self._engine = with_memory(make)
         own = {"options": self._engine.state(), "replicas": options.replicas}
         facts = {**facts_of(tracked), **own} if self.ranks.size > 1 else {}
-        copies = EqualCopies("EMA(...)", map(common_weight, self.tracked_weights()), self.ranks)
-        return Step(None, [EqualFacts("EMA(...)", facts, self.ranks), copies, self.ranks.join("EMA")])
+        copies = equal_copies("EMA(...)", map(common_weight, self.tracked_weights()), self.ranks)
+        return Step(None, [equal_facts("EMA(...)", facts, self.ranks), copies, self.ranks.join("EMA")])
 
     @property
     def engine(self) -> _core.Average:
@@ -166,19 +166,19 @@ class Averages:
             facts = self.asked(decay)()
             fn()
             weights = [common_of(row.local) for row in self.tracked_weights()] if self.splits else []
-            copies = EqualCopies(what, weights, self.ranks, way_out)
+            copies = equal_copies(what, weights, self.ranks, way_out)
             return Step(self.keys.index(facts["decay"]), [copies, self.states(what, facts)])
 
         return self.ranks.step(what, prepare)
 
-    def states(self, what: str, facts: Facts) -> _state.EqualStates:
+    def states(self, what: str, facts: Facts) -> EqualStates:
         """Returns the comparison of the averages' states on their ranks."""
         self.unfrozen.look(everywhere=True)
-        return _state.EqualStates(what, self.ranks, self.engine.state(), facts)
+        return EqualStates(what, self.ranks, self.engine.state(), facts)
 
     def handing_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
-    ) -> tuple[EqualCopies, _state.EqualStates]:
+    ) -> tuple[Equal, EqualStates]:
         """Returns the comparisons before one rank's bytes stand for all that hold the same. ``others``: what of the
         model is handed out too, wherever it lies now. ``asked()``: as together()'s. May raise."""
         common, facts = self.handed_out(what), asked()
@@ -187,7 +187,7 @@ class Averages:
             self.view.refuse_written()
             weights = set(self.view.parameters)
             common = chain(common, (common_of(local) for local in others() if local in weights))
-        return EqualCopies(what, common, self.ranks), self.states(what, facts)
+        return equal_copies(what, common, self.ranks), self.states(what, facts)
 
     def ready_to_hand_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
@@ -195,7 +195,7 @@ class Averages:
         """Raises on every rank where what is handed out differs. Returns the state of all ranks. Collective, one
         round."""
 
-        def prepare() -> Step[_state.EqualStates]:
+        def prepare() -> Step[EqualStates]:
             compared = self.handing_out(what, others, asked)
             return Step(compared[1], compared)
 

@@ -21,7 +21,7 @@ from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, unsupported
 from shardow.compat.ways.follower import Change, Choose, Fate, Follower, Kind, Rule
 from shardow.compat.ways.pairs import copy_all
-from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.ema import EMA
 from shardow.model.groups import group_of_model
 from shardow.model.local import LocalTensor
@@ -283,5 +283,5 @@ def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | 
     Collective.
     """
     ranks = everybody(process_group)
-    ranks.step(f"{what}(...)", lambda: Step(None, [EqualFacts(f"{what}(...)", facts, ranks), ranks.join(what)]))
+    ranks.step(f"{what}(...)", lambda: Step(None, [equal_facts(f"{what}(...)", facts, ranks), ranks.join(what)]))
     return ranks

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/facts.h"
+#include "group/facts.h"
 
 namespace shardow::python {
 
@@ -32,7 +32,7 @@ inline std::vector<std::string> texts_of(const nanobind::list& by_rank) {
 }
 
 /// Returns facts that Python gives as (name, value, hint, set).
-comm::Facts facts_of(const nanobind::list& facts);
+group::Facts facts_of(const nanobind::list& facts);
 
 /// For Python that the engine calls: throws the engine's Error where Python raised one of shardow's. The GIL is held.
 void throw_if_ours(const nanobind::python_error& raised);

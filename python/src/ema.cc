@@ -59,9 +59,9 @@ void bind_ema(nb::module_& m) {
       "{decay: file name} of the EMA with several decays that was saved there last; {} where there is none.");
   m.def("ema_files", &files_of, "average"_a, "state"_a,
         "[(name, metadata)] of the files of a saved EMA, one for each average.");
-  const comm::Fact updates = average::updates_fact(0);
+  const group::Fact updates = average::updates_fact(0);
   m.attr("UPDATES") = nb::make_tuple(updates.name, updates.way_out);
-  nb::class_<ema::EqualStates, comm::Compared>(m, "EqualStates", "Compares the states of EMAs, and facts.")
+  nb::class_<ema::EqualStates, group::Compared>(m, "EqualStates", "Compares the states of EMAs, and facts.")
       .def(
           "__init__",
           [](ema::EqualStates* memory, const std::string& call, const std::string& state, const nb::list& facts) {

@@ -2,19 +2,19 @@
 
 #include "average/division.h"
 #include "base/errors.h"
-#include "comm/wire.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow::average {
 
-comm::Fact updates_fact(int64_t updates) {
+group::Fact updates_fact(int64_t updates) {
   return {"the number of updates of the averages", std::to_string(updates),
           "call update() on every rank after each step (not under `if rank == 0`), or load the last state on all of "
           "them"};
 }
 
-comm::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> views) {
-  comm::Facts facts = {{"the average that is swapped in", std::to_string(k)}, updates_fact(updates)};
+group::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> views) {
+  group::Facts facts = {{"the average that is swapped in", std::to_string(k)}, updates_fact(updates)};
   std::string regions;
   for (const TensorView& view : views) {
     regions += view.region.encode();
@@ -22,7 +22,7 @@ comm::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> vi
                      fmt::format("'{}', {} of {}", view.name, dtype_name(view.dtype), view.region.to_string()),
                      "give all of AverageOptions.replicas the same views in the same order"});
   }
-  facts.push_back({"a digest of all regions", std::to_string(comm::digest(regions))});
+  facts.push_back({"a digest of all regions", std::to_string(group::digest(regions))});
   return facts;
 }
 

@@ -6,17 +6,17 @@
 #include <vector>
 
 #include "average/division.h"
-#include "comm/facts.h"
+#include "group/facts.h"
 #include "shardow/group.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::average {
 
 /// How many updates a rank has made of its part of the averages.
-comm::Fact updates_fact(int64_t updates);
+group::Fact updates_fact(int64_t updates);
 
 /// What replicas must have equal before they overwrite each other's memory.
-comm::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> views);
+group::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> views);
 
 /// What member `index` of `count` averages of each view: its region and memory.
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);

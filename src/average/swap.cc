@@ -18,7 +18,7 @@
 #include "average/ring_swap.h"
 #include "base/errors.h"
 #include "base/turns.h"
-#include "comm/agree.h"
+#include "group/agree.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -89,13 +89,13 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
   };
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_in()", options.timeout);
-    std::optional<comm::EqualFacts> facts;
+    std::optional<group::EqualFacts> facts;
     const auto words = [&] {
       prepare();
       return facts.emplace("swap_in()", average::swap_facts(k, counters.updates, weights)).words();
     };
     const auto sum_up = [&](const std::vector<std::string>& by_rank) { return facts->sum_up(by_rank); };
-    const std::string total = comm::agree_on(*options.replicas, deadline, words, sum_up);
+    const std::string total = group::agree_on(*options.replicas, deadline, words, sum_up);
     facts->take(*options.replicas, total, options.timeout);
   } else {
     prepare();

@@ -2,17 +2,17 @@
 
 #include "average/counters.h"
 #include "average/replicas.h"
-#include "comm/wire.h"
 #include "file/crc.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow::ema {
 namespace {
 
 using average::State;
-using comm::Facts;
-using comm::Receiver;
-using comm::Sender;
+using group::Facts;
+using group::Receiver;
+using group::Sender;
 
 Facts facts_of(const State& state, const Facts& asked) {
   const average::Counters& counters = state.counters;

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/facts.h"
+#include "group/facts.h"
 #include "shardow/checkpoint.h"
 #include "shardow/group.h"
 
@@ -16,10 +16,10 @@ namespace shardow::ema {
 
 /// The states of an Average as its ranks have them, and facts: what must be equal is compared, what each rank counts
 /// for itself is summed.
-class EqualStates final : public comm::Compared {
+class EqualStates final : public group::Compared {
  public:
   /// `own`: this rank's Average::state(). `asked`: what else must be equal.
-  EqualStates(std::string call, std::string own, comm::Facts asked)
+  EqualStates(std::string call, std::string own, group::Facts asked)
       : call_(std::move(call)), state_(std::move(own)), asked_(std::move(asked)) {}
 
   std::string words() override;
@@ -32,8 +32,8 @@ class EqualStates final : public comm::Compared {
  private:
   const std::string call_;
   std::string state_;
-  const comm::Facts asked_;
-  std::optional<comm::EqualFacts> facts_;  // once it has words
+  const group::Facts asked_;
+  std::optional<group::EqualFacts> facts_;  // once it has words
 };
 
 /// Of a state of all ranks, what a rank goes on from: rank 0 keeps the sums.
@@ -41,6 +41,6 @@ std::string own_part(const std::string& state, int rank);
 
 /// Checksums of what this rank holds of `files` in host memory; one pass over it. Whole tensors are one set, parts
 /// another.
-comm::Facts copies_in(std::span<const SaveFile> files);
+group::Facts copies_in(std::span<const SaveFile> files);
 
 }  // namespace shardow::ema

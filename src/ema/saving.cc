@@ -6,11 +6,11 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/wire.h"
 #include "ema/agreed.h"
 #include "ema/names.h"
 #include "file/call.h"
+#include "group/agree.h"
+#include "group/wire.h"
 #include "shardow/ema_file.h"
 
 namespace shardow {
@@ -48,31 +48,31 @@ std::vector<SaveFile> ema_files_with(const Average& ema, const std::string& stat
 SaveReport save(Group& group, const Average& ema, const std::filesystem::path& path, const SaveOptions& options) {
   group.begin("save()", options.timeout);
   std::optional<ema::EqualStates> states;
-  std::optional<comm::EqualFacts> copies;
+  std::optional<group::EqualFacts> copies;
   file::SaveCall call;
   call.request = [&] {
     check(ema, options);
     const std::string state = ema.state();
     file::Request request{ema_files_with(ema, state), path, options};
-    states.emplace("save()", state, comm::Facts());
-    copies.emplace("save()", group.size() > 1 ? ema::copies_in(request.files) : comm::Facts());
+    states.emplace("save()", state, group::Facts());
+    copies.emplace("save()", group.size() > 1 ? ema::copies_in(request.files) : group::Facts());
     return request;
   };
   call.compared.words = [&] {
-    comm::Sender out;
+    group::Sender out;
     out.text(states->words());
     out.text(copies->words());
     return out.bytes();
   };
   call.compared.sum_up = [&](const std::vector<std::string>& by_rank) {
-    const auto columns = comm::columns(by_rank);
-    comm::Sender out;
+    const auto columns = group::columns(by_rank);
+    group::Sender out;
     out.text(states->sum_up(columns[0]));
     out.text(copies->sum_up(columns[1]));
     return out.bytes();
   };
   call.metadata = [&](const std::string& totals) {
-    comm::Receiver in(totals);
+    group::Receiver in(totals);
     states->take(group, in.text(), options.timeout);
     copies->take(group, in.text(), options.timeout);
     return std::vector<file::Metadata>(ema.size(), file::Metadata{{kStateKey, states->state()}});
@@ -85,10 +85,10 @@ std::vector<SaveFile> ema_files(Group& group, const Average& ema, std::chrono::m
   std::optional<ema::EqualStates> states;
   const auto words = [&] {
     check(ema, {});
-    return states.emplace("ema_files()", ema.state(), comm::Facts()).words();
+    return states.emplace("ema_files()", ema.state(), group::Facts()).words();
   };
   const auto sum_up = [&](const std::vector<std::string>& by_rank) { return states->sum_up(by_rank); };
-  states->take(group, comm::agree_on(group, base::after(timeout), words, sum_up), timeout);
+  states->take(group, group::agree_on(group, base::after(timeout), words, sum_up), timeout);
   return ema_files_with(ema, states->state());
 }
 

@@ -7,20 +7,20 @@
 #include "base/files.h"
 #include "base/machine.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/wire.h"
 #include "file/index.h"
 #include "file/kinds.h"
 #include "file/names.h"
 #include "file/sharing.h"
+#include "group/agree.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
 namespace {
 
 using base::fail;
-using comm::Receiver;
-using comm::Sender;
+using group::Receiver;
+using group::Sender;
 
 void check_options(std::span<const SaveFile> files, const SaveOptions& options) {
   if (options.dtype && !is_floating(*options.dtype))
@@ -87,16 +87,16 @@ std::string size_text(int64_t bytes) {
 }
 
 /// What must be equal on all ranks.
-comm::Facts facts_of(const Request& request) {
+group::Facts facts_of(const Request& request) {
   const auto& [files, path, options, more] = request;
   std::vector<std::string> names;
   for (const SaveFile& file : files) names.push_back(file.name);
-  comm::Facts facts = {{"path", path.string()},
-                       {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},
-                       {"max_shard_size", size_text(options.max_shard_size)},
-                       {"checksums", options.checksums ? "on" : "off"},
-                       {"commit", options.commit.empty() ? "none" : options.commit},
-                       {"the list of files", fmt::format("[{}]", fmt::join(names, ", "))}};
+  group::Facts facts = {{"path", path.string()},
+                        {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},
+                        {"max_shard_size", size_text(options.max_shard_size)},
+                        {"checksums", options.checksums ? "on" : "off"},
+                        {"commit", options.commit.empty() ? "none" : options.commit},
+                        {"the list of files", fmt::format("[{}]", fmt::join(names, ", "))}};
   facts.insert(facts.end(), more.begin(), more.end());
   return facts;
 }
@@ -111,9 +111,9 @@ void send_metadata(Sender& out, std::span<const SaveFile> files, const SaveOptio
 
 /// Sums up every rank's request: whether facts differ, or what rank 0 alone knows, what else they compare, whether
 /// ranks are on several hosts, who holds what of each file.
-std::string of_all_calls(const std::vector<std::string>& by_rank, const comm::EqualFacts& facts,
-                         const comm::SumUp& compare) {
-  auto columns = comm::columns(by_rank);
+std::string of_all_calls(const std::vector<std::string>& by_rank, const group::EqualFacts& facts,
+                         const group::SumUp& compare) {
+  auto columns = group::columns(by_rank);
   Sender out;
   out.text(facts.sum_up(columns[0]));
   out.text(columns[1][0]);
@@ -150,7 +150,7 @@ void check_memory(std::span<const TensorView> views) {
 Call same_call(Group& group, const SaveCall& call, std::chrono::milliseconds timeout) {
   Call known;
   std::vector<Holding> held;
-  std::optional<comm::EqualFacts> facts;
+  std::optional<group::EqualFacts> facts;
   const auto look = [&] {
     known.request = call.request();
     check_request(known.request, call.producer);
@@ -171,7 +171,7 @@ Call same_call(Group& group, const SaveCall& call, std::chrono::milliseconds tim
   const auto sum_up = [&](const std::vector<std::string>& by_rank) {
     return of_all_calls(by_rank, *facts, call.compared.sum_up);
   };
-  const std::string verdict = comm::agree_on(group, base::after(timeout), look, sum_up);
+  const std::string verdict = group::agree_on(group, base::after(timeout), look, sum_up);
   const size_t files = known.request.files.size();
   Receiver in(verdict);
   facts->take(group, in.text(), timeout);

@@ -29,9 +29,9 @@ struct Chosen {
 /// `begin` nothing has been changed. Three rounds, if everybody is done within the time of a part and nobody asks for
 /// progress: what is there; who wants what; the bytes.
 struct LoadCall {
-  comm::Comparison compared = {};  ///< in the first round
-  std::function<Location()> find;  ///< on rank 0, after compared.words()
-  Catalogs open = {};              ///< in place of it: files that all ranks have open
+  group::Comparison compared = {};  ///< in the first round
+  std::function<Location()> find;   ///< on rank 0, after compared.words()
+  Catalogs open = {};               ///< in place of it: files that all ranks have open
   /// What this rank wants of each file, in their order; again where the files have been replaced meanwhile.
   std::function<std::vector<Chosen>(const std::string& words, const Catalogs& catalogs)> choose;
   std::function<void(const std::vector<LoadReport>&)> begin = {};  ///< when all is known to fit

@@ -23,8 +23,8 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
-#include "comm/wire.h"
 #include "file/kinds.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 #include "tensor/runs.h"
 
@@ -32,8 +32,8 @@ namespace shardow::file {
 namespace {
 
 using base::fail;
-using comm::Receiver;
-using comm::Sender;
+using group::Receiver;
+using group::Sender;
 using std::chrono::milliseconds;
 
 /// Puts pieces together, rank by rank.

@@ -153,7 +153,7 @@ StripeWriter::StripeWriter(Group& group, std::chrono::milliseconds timeout, cons
       rounds_(std::move(rounds)),
       sequential_(sequential) {}
 
-comm::Part StripeWriter::round() {
+group::Part StripeWriter::round() {
   if (next_ == rounds_.size()) return {0, true};
   deadline_ = base::after(timeout_ - timeout_ / 4);  // who waited in vain is in time to say so
   const std::vector<Stripe>& stripes = rounds_[next_++];

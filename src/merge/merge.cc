@@ -16,11 +16,6 @@
 #include "base/errors.h"
 #include "base/mutex.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/counts.h"
-#include "comm/facts.h"
-#include "comm/parts.h"
-#include "comm/wire.h"
 #include "file/call.h"
 #include "file/device.h"
 #include "file/lanes.h"
@@ -30,6 +25,11 @@
 #include "file/reader.h"
 #include "file/sharing.h"
 #include "file/sums.h"
+#include "group/agree.h"
+#include "group/counts.h"
+#include "group/facts.h"
+#include "group/parts.h"
+#include "group/wire.h"
 #include "kernels/sums.h"
 #include "merge/plan.h"
 #include "merge/rules.h"
@@ -41,9 +41,9 @@ namespace merging {
 namespace {
 
 /// What must be equal on all ranks; none where there is but one.
-comm::Facts facts_of(const Group& group, const Plan& plan) {
+group::Facts facts_of(const Group& group, const Plan& plan) {
   if (group.size() == 1) return {};
-  comm::Facts facts = {{"what is merged", plan.provenance("")}};
+  group::Facts facts = {{"what is merged", plan.provenance("")}};
   for (const Tensor& tensor : plan.tensors()) {
     std::vector<std::string_view> types;
     for (const DType dtype : tensor.types) types.push_back(dtype_name(dtype));
@@ -66,26 +66,26 @@ Agreed agree_on(Group& group, std::vector<MergeInput> inputs, std::optional<DTyp
                 std::span<const TensorView> tensors, const LoadOptions& options) {
   Agreed agreed;
   std::optional<file::Holding> held;
-  std::optional<comm::EqualFacts> same;
+  std::optional<group::EqualFacts> same;
   const auto look = [&] {
     agreed.plan.emplace(std::move(inputs), dtype);
     file::check_memory(tensors);
-    comm::Sender out;
+    group::Sender out;
     out.text(same.emplace("merge()", facts_of(group, *agreed.plan)).words());
     out.text(held.emplace(tensors).words(group.rank()));
     out.text(file::asked_by(options));
     return out.bytes();
   };
   const auto sum_up = [&](const std::vector<std::string>& by_rank) {
-    const auto columns = comm::columns(by_rank);
-    comm::Sender out;
+    const auto columns = group::columns(by_rank);
+    group::Sender out;
     out.text(same->sum_up(columns[0]));
     out.text(file::sum_up(columns[1]));
     out.number(file::asked_by_any(columns[2]));
     return out.bytes();
   };
-  const std::string total = comm::agree_on(group, base::after(options.timeout), look, sum_up);
-  comm::Receiver in(total);
+  const std::string total = group::agree_on(group, base::after(options.timeout), look, sum_up);
+  group::Receiver in(total);
   same->take(group, in.text(), options.timeout);
   agreed.wanted = file::shared_from(group, *held, in.text(), options.timeout);
   agreed.asked = in.number();
@@ -170,7 +170,7 @@ class Sums {
   }
 
   /// Counts what this rank has read; check() wants the counts of all.
-  std::vector<comm::Counts> counts() { return {{crcs_, Group::Op::kXor}, {too_large_, Group::Op::kSum}}; }
+  std::vector<group::Counts> counts() { return {{crcs_, Group::Op::kXor}, {too_large_, Group::Op::kSum}}; }
 
   /// Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together have read
   /// once; of the others `read_once` says no. Throws kInvalidArgument where numbers have become infinite in the dtype
@@ -303,8 +303,8 @@ class Filling {
   Filling(Sums& sums, int threads, std::vector<TensorView> views, std::vector<bool> counted)
       : sums_(sums), threads_(threads), views_(std::move(views)), counted_(std::move(counted)) {}
 
-  comm::Part part() {
-    const comm::PartTime time;
+  group::Part part() {
+    const group::PartTime time;
     const int64_t before = done_;
     lanes_.run(static_cast<size_t>(threads_), [&](size_t) {
       file::Pinned pinned;
@@ -388,7 +388,7 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
     saving.metadata = options.metadata;
     saving.metadata[kMergeKey] = plan->provenance(options.formula);
     saving.progress = options.progress;
-    comm::Facts facts = facts_of(group, *plan);
+    group::Facts facts = facts_of(group, *plan);
     facts.push_back({"formula", options.formula});
     facts.push_back({"verify", options.verify ? "true" : "false"});
     return file::Request{{{"", std::move(out)}}, path, saving, std::move(facts)};
@@ -436,11 +436,11 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   }
   Sums sums(plan, (load.asked & file::kVerify) != 0);
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
-  comm::Parts parts(group, options.timeout, total, options.progress);
+  group::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });
-  comm::join_by_rounds(group, sums.counts(), base::after(options.timeout));
+  group::join_by_rounds(group, sums.counts(), base::after(options.timeout));
   agree(group, base::after(options.timeout), [&] {
-    comm::join_by_blocks(group, sums.counts(), base::after(options.timeout - options.timeout / 4));
+    group::join_by_blocks(group, sums.counts(), base::after(options.timeout - options.timeout / 4));
     if (group.rank() == 0) sums.check(read_once, "; what was loaded into holds such sums, and has lost its own values");
     parts.tell();
   });

@@ -7,7 +7,7 @@
 #include "group_checks.h"
 
 namespace shardow {
-namespace comm {
+namespace group {
 
 GroupCheck check_of(std::string name, void (*body)(Group&, Findings&)) {
   return {std::move(name), [body](Group& group) {
@@ -215,10 +215,10 @@ void a_late_rank_gets_the_others_timeout_and_the_group_goes_on(Group& group, Fin
 }
 
 }  // namespace
-}  // namespace comm
+}  // namespace group
 
 std::vector<GroupCheck> group_checks() {
-  using namespace comm;
+  using namespace group;
 #define SHARDOW_CHECK(body) check_of(#body, body)
   std::vector<GroupCheck> checks = {
       SHARDOW_CHECK(all_gather_is_indexed_by_rank),

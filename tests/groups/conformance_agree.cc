@@ -7,10 +7,10 @@
 #include <thread>
 
 #include "base/errors.h"
-#include "comm/agree.h"
 #include "findings.h"
+#include "group/agree.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 namespace {
 
 void expect_error(Findings& found, const Caught& got, Code code, std::string_view says) {
@@ -276,4 +276,4 @@ std::vector<GroupCheck> agree_checks() {
 #undef SHARDOW_CHECK
 }
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

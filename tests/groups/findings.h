@@ -14,7 +14,7 @@
 #include "shardow/error.h"
 #include "shardow/group.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 /// What a check found wrong, so far: it goes on, since other ranks wait for it.
 class Findings {
@@ -66,4 +66,4 @@ void check_late(Group& group, Findings& found, const std::function<void(Deadline
 
 std::vector<GroupCheck> agree_checks();
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -251,7 +251,7 @@ class Looked(ABC):
 
 
 class Equal(Comparison):
-    """A comparison of the engine's (src/comm/facts.h) in a step of ``what``."""
+    """A comparison of the engine's (src/group/facts.h) in a step of ``what``."""
 
     def __init__(self, what: str, ranks: RankGroup, own: _core.Compared) -> None:
         self._what, self._ranks, self.own = what, ranks, own

@@ -13,7 +13,7 @@
 #include "findings.h"
 #include "group_checks.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 using Groups = std::vector<std::unique_ptr<Group>>;
 
@@ -89,4 +89,4 @@ inline void expect_misfits_refused(Group& group) {
   }
 }
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -12,7 +12,7 @@
 
 #include "base/errors.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 /// FNV-1a: tells texts apart that differ by mistake, not by malice.
 inline uint64_t digest(std::string_view text) noexcept {
@@ -86,4 +86,4 @@ inline std::vector<std::vector<std::string>> columns(const std::vector<std::stri
   return columns;
 }
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -1,9 +1,9 @@
-#include "comm/counts.h"
+#include "group/counts.h"
 
 #include <algorithm>
 #include <vector>
 
-namespace shardow::comm {
+namespace shardow::group {
 
 void join_by_rounds(Group& group, std::span<const Counts> counts, Deadline deadline) {
   constexpr size_t kMost = size_t{64} << 10;  // numbers of a round, of which one rank reads those of all
@@ -29,4 +29,4 @@ void join_by_blocks(Group& group, std::span<const Counts> counts, Deadline deadl
   }
 }
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

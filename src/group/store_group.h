@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "comm/rounds.h"
+#include "group/rounds.h"
 #include "shardow/detail/store.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 class StoreGroup : public Group {
  public:
@@ -47,4 +47,4 @@ class StoreGroup : public Group {
   Call call_;  // under way; later rounds of it are called so
 };
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -1,4 +1,4 @@
-#include "comm/rounds.h"
+#include "group/rounds.h"
 
 #include <gtest/gtest.h>
 
@@ -13,12 +13,12 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "comm/memory_store.h"
-#include "comm/wire.h"
 #include "delegate.h"
 #include "findings.h"
+#include "group/memory_store.h"
+#include "group/wire.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 namespace {
 
 using Shelf = MemoryStore::Shelf;
@@ -385,4 +385,4 @@ TEST(Rounds, WhoHasLeftIsNamedToThoseWhoWait) {
 }
 
 }  // namespace
-}  // namespace shardow::comm
+}  // namespace shardow::group

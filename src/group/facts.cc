@@ -1,4 +1,4 @@
-#include "comm/facts.h"
+#include "group/facts.h"
 
 #include <algorithm>
 #include <map>
@@ -7,9 +7,9 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
-#include "comm/wire.h"
+#include "group/wire.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 namespace {
 
 using base::fail;
@@ -109,4 +109,4 @@ void EqualFacts::take(Group& group, const std::string& total, std::chrono::milli
   group.decide(text_, refuse, base::after(timeout));
 }
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -8,7 +8,7 @@
 
 #include "shardow/group.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 /// One thing that all ranks must have equal, as messages have it.
 struct Fact {
@@ -49,4 +49,4 @@ class EqualFacts final : public Compared {
   std::string call_, text_, digests_;
 };
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -6,7 +6,7 @@
 
 #include "shardow/group.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 /// Numbers of a rank, as many as of the others, and how those of all ranks are joined: by sums or XOR.
 struct Counts {
@@ -21,4 +21,4 @@ void join_by_rounds(Group& group, std::span<const Counts> counts, Deadline deadl
 /// no round, and is called within a step that all ranks agree on, since a rank that gets no block throws.
 void join_by_blocks(Group& group, std::span<const Counts> counts, Deadline deadline);
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

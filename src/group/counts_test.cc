@@ -1,11 +1,11 @@
-#include "comm/counts.h"
+#include "group/counts.h"
 
 #include <gtest/gtest.h>
 
-#include "comm/group_fixture.h"
 #include "delegate.h"
+#include "group/group_fixture.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 namespace {
 
 /// A group that sends each other no blocks, or whose rank `broken` cannot send.
@@ -59,4 +59,4 @@ TEST(Counts, ThatDoNotComeAreAnErrorOnAllAndTheyStayInStep) {
 }
 
 }  // namespace
-}  // namespace shardow::comm
+}  // namespace shardow::group

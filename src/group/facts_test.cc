@@ -1,5 +1,5 @@
 // Facts and copies that ranks compare: messages, and rounds.
-#include "comm/facts.h"
+#include "group/facts.h"
 
 #include <gtest/gtest.h>
 
@@ -8,10 +8,10 @@
 #include <thread>
 #include <vector>
 
-#include "comm/agree.h"
-#include "comm/group_fixture.h"
+#include "group/agree.h"
+#include "group/group_fixture.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 namespace {
 
 using std::chrono::minutes;
@@ -83,4 +83,4 @@ TEST(Facts, OfBytesAreComparedAmongThoseWhoHoldThem) {
 }
 
 }  // namespace
-}  // namespace shardow::comm
+}  // namespace shardow::group

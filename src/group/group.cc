@@ -11,18 +11,18 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "comm/memory_store.h"
-#include "comm/rounds.h"
-#include "comm/store_group.h"
-#include "comm/wire.h"
+#include "group/memory_store.h"
+#include "group/rounds.h"
+#include "group/store_group.h"
+#include "group/wire.h"
 #include "shardow/detail/store.h"
 
 namespace shardow {
 namespace {
 
 using base::fail;
-using comm::Rounds;
-using comm::StoreGroup;
+using group::Rounds;
+using group::StoreGroup;
 
 const char* op_name(Group::Op op) {
   switch (op) {
@@ -65,7 +65,7 @@ class OwnStoreGroup final : public StoreGroup {
 
   ~OwnStoreGroup() override {
     try {
-      comm::Sender out;
+      group::Sender out;
       out.number(rank());
       store().append(keys_ + "gone", out.bytes());
     } catch (...) {  // so is the store
@@ -88,7 +88,7 @@ class OwnStoreGroup final : public StoreGroup {
       fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank(), size(),
            peer);
     const std::string keys = fmt::format("{}{}>{}/", keys_, from, to);
-    const comm::Meeting meeting{store(), keys, keys_ + "gone", {from, to}, rank() == from ? 0u : 1u};
+    const group::Meeting meeting{store(), keys, keys_ + "gone", {from, to}, rank() == from ? 0u : 1u};
     return pairs_.try_emplace(keys, meeting)
         .first->second.meet({fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to)}, own, nullptr,
                             deadline);
@@ -100,7 +100,7 @@ class OwnStoreGroup final : public StoreGroup {
 
 }  // namespace
 
-namespace comm {
+namespace group {
 
 void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout) {
   call_ = {std::string(call), std::chrono::duration<double>(timeout).count()};
@@ -151,7 +151,7 @@ Call StoreGroup::next(const std::string& operation) {
   return call;
 }
 
-}  // namespace comm
+}  // namespace group
 
 std::unique_ptr<Group> store_group(std::unique_ptr<Store> store, int rank, int size) {
   if (rank < 0 || rank >= size) fail(Code::kInvalidArgument, "a group of {} ranks has no rank {}", size, rank);
@@ -161,10 +161,10 @@ std::unique_ptr<Group> store_group(std::unique_ptr<Store> store, int rank, int s
 
 std::vector<std::unique_ptr<Group>> threads(int n) {
   if (n < 1) fail(Code::kInvalidArgument, "a group of {} ranks; at least 1 is needed", n);
-  const auto shelf = std::make_shared<comm::MemoryStore::Shelf>();
+  const auto shelf = std::make_shared<group::MemoryStore::Shelf>();
   std::vector<std::unique_ptr<Group>> groups(static_cast<size_t>(n));
   for (int rank = 0; rank < n; ++rank)
-    groups[static_cast<size_t>(rank)] = store_group(std::make_unique<comm::MemoryStore>(shelf), rank, n);
+    groups[static_cast<size_t>(rank)] = store_group(std::make_unique<group::MemoryStore>(shelf), rank, n);
   return groups;
 }
 

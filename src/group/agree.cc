@@ -5,7 +5,7 @@
 //   2. somebody did: the error of the first rank whose error is its own; where all are about others (kTimeout,
 //   kPeerFailed), of the first
 //   3. a rank that threw keeps its exception, unless that is about others: then the verdict says more
-#include "comm/agree.h"
+#include "group/agree.h"
 
 #include <algorithm>
 #include <exception>
@@ -14,10 +14,10 @@
 #include "base/errors.h"
 #include "base/files.h"
 #include "base/turns.h"
-#include "comm/wire.h"
+#include "group/wire.h"
 
 namespace shardow {
-namespace comm {
+namespace group {
 namespace {
 
 constexpr size_t kLongestMessage = 4096;  // a status is a fact, and travels to every rank
@@ -165,7 +165,7 @@ std::string of_first(const std::vector<std::string>& by_rank) {
   return by_rank.front();
 }
 
-}  // namespace comm
+}  // namespace group
 
 Group::Answer Group::decide(std::string_view mine, const Decide& decide, Deadline deadline) {
   const std::vector<std::string> by_rank = all_gather(mine, deadline);
@@ -180,7 +180,7 @@ void agree(Group& group, Deadline deadline, const std::function<void()>& fn) {
     fn();
     return std::string();
   };
-  comm::agree_on(group, deadline, step, comm::of_first);
+  group::agree_on(group, deadline, step, group::of_first);
 }
 
 }  // namespace shardow

@@ -33,7 +33,7 @@
 #include "shardow/detail/store.h"
 #include "shardow/group.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 /// Ranks that meet, and where; `index` is this rank's among them.
 struct Meeting {
@@ -76,4 +76,4 @@ class Rounds {
   std::vector<std::string> old_;            // keys to erase once a round was good
 };
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -1,4 +1,4 @@
-#include "comm/rounds.h"
+#include "group/rounds.h"
 
 #include <fmt/format.h>
 
@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "base/turns.h"
-#include "comm/wire.h"
+#include "group/wire.h"
 #include "shardow/error.h"
 
 namespace shardow {
@@ -20,7 +20,7 @@ void Store::append(const std::string& key, const std::string& value) {
   for (std::string last, next; (next = compare_set(key, last, last + value)) != last + value;) last = next;
 }
 
-namespace comm {
+namespace group {
 namespace {
 
 using std::chrono::milliseconds;
@@ -429,5 +429,5 @@ void Rounds::refuse(const Call& call) {
   }
 }
 
-}  // namespace comm
+}  // namespace group
 }  // namespace shardow

@@ -118,16 +118,16 @@ std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double ti
 std::pair<nb::bytes, nb::bytes> decide(Group& group, const nb::bytes& mine, const nb::callable& weigh, double timeout) {
   const auto made_by = [&](const nb::list& all) {
     const auto made = nb::cast<nb::tuple>(weigh(all));
-    Group::Decision decision{text_of(made[0])};
+    group::Ranks::Decision decision{text_of(made[0])};
     for (nb::handle words : made[1]) decision.each.push_back(text_of(words));
     return decision;
   };
-  Group::Answer answer;
+  group::Ranks::Answer answer;
   {
     const std::string_view data(mine.c_str(), mine.size());
     const nb::gil_scoped_release release;
     const auto choose = [&](const auto& by_rank) { return weighed(group, by_rank, made_by); };
-    answer = group.decide(data, choose, in_seconds(timeout));
+    answer = group::ranks_of(group).decide(data, choose, in_seconds(timeout));
   }
   return {to_bytes(answer.common), to_bytes(answer.own)};
 }
@@ -139,7 +139,7 @@ nb::bytes compare_set(group::StoreGroup& group, const std::string& key, const st
     const nb::gil_scoped_release release;
     group.store().answer_by(in_seconds(timeout), timeout);
     value = group.store().compare_set(key, expected, desired);
-  } catch (Interruption& interruption) {
+  } catch (group::Interruption& interruption) {
     std::rethrow_exception(interruption.exception(""));
   }
   return to_bytes(value);
@@ -192,7 +192,6 @@ void bind_group(nb::module_& m) {
   nb::class_<Group>(m, "Group", "The ranks that act together.")
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
-      .def_prop_ro("moves_blocks", &Group::moves_blocks)
       .def(
           "begin",
           [](Group& group, const std::string& call, double timeout) { group.begin(call, milliseconds(timeout)); },
@@ -211,7 +210,7 @@ void bind_group(nb::module_& m) {
           "torch's "
           "what next() returns, as (name, key, values), until that is None, and tells what came of it; `poll()` raises "
           "what interrupts a wait, `put_off(exception)` says whether that comes again later.")
-      .def_prop_rw("moves_blocks", &Group::moves_blocks,
+      .def_prop_rw("moves_blocks", &group::Ranks::moves_blocks,
                    [](group::StoreGroup& group, bool moves) { dynamic_cast<PyGroup&>(group).set_moves_blocks(moves); })
       .def_prop_ro("rounds", &group::StoreGroup::rounds, "How many this rank has come to.")
       .def_prop_ro(

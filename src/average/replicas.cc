@@ -2,6 +2,7 @@
 
 #include "average/division.h"
 #include "base/errors.h"
+#include "group/ranks.h"
 #include "group/wire.h"
 #include "tensor/dtype.h"
 
@@ -50,7 +51,7 @@ void all_gather_parts(Group& replicas, std::span<const TensorView> views, std::s
     for (int owner = 0; owner < replicas.size(); ++owner) {
       for (const auto& [tensor, begin, end] : step.members[static_cast<size_t>(owner)]) {
         const auto bytes = static_cast<size_t>(byte_size(views[tensor].dtype, end - begin));
-        if (bytes > 0) replicas.broadcast({data_at(views[tensor], begin), bytes}, owner, deadline);
+        if (bytes > 0) group::ranks_of(replicas).broadcast({data_at(views[tensor], begin), bytes}, owner, deadline);
       }
     }
   }

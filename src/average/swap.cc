@@ -19,6 +19,7 @@
 #include "base/errors.h"
 #include "base/turns.h"
 #include "group/agree.h"
+#include "group/ranks.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -221,9 +222,10 @@ void Average::Impl::swap_out() {
   bool shared = swap && swap->shared;
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_out()", options.timeout);
-    uint64_t anybody = shared ? 1 : 0;  // one whose own swap failed early is needed by those that went on
-    options.replicas->all_reduce({&anybody, 1}, Group::Op::kMax, deadline);
-    shared = anybody != 0;
+    const auto shared_by_any = [](const auto&) { return group::Ranks::Decision{"1"}; };
+    // A rank whose own swap failed early is needed by those that went on.
+    group::Ranks& replicas = group::ranks_of(*options.replicas);
+    shared = !replicas.decide(shared ? "1" : "", shared_by_any, deadline).common.empty();
   }
   if (swap) exchange_out();
   step_done();

@@ -24,6 +24,7 @@
 #include "file/names.h"
 #include "file/opened.h"
 #include "group/agree.h"
+#include "group/ranks.h"
 #include "group/wire.h"
 
 namespace shardow::file {
@@ -371,7 +372,7 @@ Versions read_for_all(Group& group, const std::function<Location()>& find, const
   const auto size = static_cast<size_t>(in.number());
   if (size > kFewBytes) {
     text.resize(size);
-    group.broadcast(std::as_writable_bytes(std::span(text)), 0, base::after(timeout));
+    group::ranks_of(group).broadcast(std::as_writable_bytes(std::span(text)), 0, base::after(timeout));
   }
   return group.rank() == 0 ? std::move(versions) : unpack(size > kFewBytes ? text : in.text());
 }

@@ -21,6 +21,7 @@
 #include "group/agree.h"
 #include "group/counts.h"
 #include "group/parts.h"
+#include "group/ranks.h"
 #include "group/wire.h"
 #include "tensor/dtype.h"
 
@@ -166,7 +167,7 @@ std::deque<Output> StagedSave::Plan::outputs() const {
 /// Returns the counts of this rank while it wrote.
 std::vector<group::Counts> StagedSave::Plan::counts(Output& output) const {
   std::vector<group::Counts> counts = producer != nullptr ? producer->counts : std::vector<group::Counts>();
-  if (options.checksums) counts.push_back({output.crcs(), Group::Op::kXor});
+  if (options.checksums) counts.push_back({output.crcs(), group::Op::kXor});
   return counts;
 }
 
@@ -175,8 +176,9 @@ void StagedSave::Plan::write_anywhere() {
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
   group::Parts parts(group, options.timeout, layout->total(), options.progress);
-  const std::vector<bool> shared =
-      group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
+  const std::vector<bool> shared = group::ranks_of(group).moves_blocks()
+                                       ? have_short_runs(*layout)
+                                       : std::vector<bool>(layout->tensors().size(), false);
   StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false),
                        false);
   std::vector<Mine> alone;
@@ -208,7 +210,7 @@ void StagedSave::Plan::write_anywhere() {
 
 /// Headers come first here, so that checksums are counted before anything is written.
 void StagedSave::Plan::write_in_sequence() {
-  if (group.size() > 1 && !group.moves_blocks()) {
+  if (group.size() > 1 && !group::ranks_of(group).moves_blocks()) {
     base::fail(Code::kUnsupported,
                "{}: this storage takes files only from front to end, and these ranks cannot send each other what one "
                "of them would write; "
@@ -228,7 +230,7 @@ void StagedSave::Plan::write_in_sequence() {
     group::Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
     for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
     join_and_check();
-    group.broadcast(std::as_writable_bytes(std::span(output.crcs())), 0, deadline());
+    group::ranks_of(group).broadcast(std::as_writable_bytes(std::span(output.crcs())), 0, deadline());
     layout->set_checksums(output.crcs());
   }
   const std::vector<bool> all(layout->tensors().size(), true);

@@ -14,6 +14,7 @@
 #include "base/errors.h"
 #include "base/files.h"
 #include "base/turns.h"
+#include "group/ranks.h"
 #include "group/wire.h"
 
 namespace shardow {
@@ -144,8 +145,8 @@ std::string agree_on(Group& group, Deadline deadline, const std::function<std::s
   const Deadline to_tell = base::now() + std::min<Deadline::duration>(std::max(deadline - begin, {}), kToTell);
   std::string said;
   try {
-    const auto decide = [&](const std::vector<std::string>& all) { return Group::Decision{verdict(all, sum_up)}; };
-    said = group.decide(mine.status, decide, std::max(deadline, to_tell)).common;
+    const auto decide = [&](const std::vector<std::string>& all) { return Ranks::Decision{verdict(all, sum_up)}; };
+    said = ranks_of(group).decide(mine.status, decide, std::max(deadline, to_tell)).common;
   } catch (...) {
     if (mine.thrown && !mine.about_others)
       std::rethrow_exception(mine.thrown);  // says more than that nobody could be told
@@ -166,14 +167,6 @@ std::string of_first(const std::vector<std::string>& by_rank) {
 }
 
 }  // namespace group
-
-Group::Answer Group::decide(std::string_view mine, const Decide& decide, Deadline deadline) {
-  const std::vector<std::string> by_rank = all_gather(mine, deadline);
-  if (std::all_of(by_rank.begin(), by_rank.end(), [](const std::string& one) { return one.empty(); })) return {};
-  Decision made = decide(by_rank);
-  return {std::move(made.common),
-          made.each.empty() ? std::string() : std::move(made.each.at(static_cast<size_t>(rank())))};
-}
 
 void agree(Group& group, Deadline deadline, const std::function<void()>& fn) {
   const auto step = [&] {

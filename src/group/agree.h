@@ -9,7 +9,7 @@
 
 namespace shardow::group {
 
-/// What is made of every rank's words, by rank; see Group::decide().
+/// What is made of every rank's words, by rank; see Ranks::decide().
 using SumUp = std::function<std::string(const std::vector<std::string>&)>;
 
 /// Words that ranks compare in a call's first round, beside what the call is for.

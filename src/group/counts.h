@@ -8,10 +8,12 @@
 
 namespace shardow::group {
 
+enum class Op { kSum, kXor };
+
 /// Numbers of a rank, as many as of the others, and how those of all ranks are joined: by sums or XOR.
 struct Counts {
   std::span<uint64_t> numbers;
-  Group::Op op;
+  Op op;
 };
 
 /// Joins the counts of all ranks on rank 0, where ranks send each other no blocks: a round of each. Collective.

@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
+#include "group/ranks.h"
 #include "group/wire.h"
 
 namespace shardow::group {
@@ -104,9 +105,9 @@ void EqualFacts::take(Group& group, const std::string& total, std::chrono::milli
   if (total.empty()) return;
   const auto refuse = [&](const std::vector<std::string>& by_rank) {
     check_equal(call_, by_rank);
-    return Group::Decision{};
+    return Ranks::Decision{};
   };
-  group.decide(text_, refuse, base::after(timeout));
+  ranks_of(group).decide(text_, refuse, base::after(timeout));
 }
 
 }  // namespace shardow::group

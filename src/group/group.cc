@@ -15,7 +15,7 @@
 #include "group/rounds.h"
 #include "group/store_group.h"
 #include "group/wire.h"
-#include "shardow/detail/store.h"
+#include "shardow/store.h"
 
 namespace shardow {
 namespace {
@@ -23,24 +23,6 @@ namespace {
 using base::fail;
 using group::Rounds;
 using group::StoreGroup;
-
-const char* op_name(Group::Op op) {
-  switch (op) {
-    case Group::Op::kSum: return "sum";
-    case Group::Op::kMax: return "max";
-    case Group::Op::kXor: break;
-  }
-  return "xor";
-}
-
-uint64_t combined(uint64_t a, uint64_t b, Group::Op op) {
-  switch (op) {
-    case Group::Op::kSum: return a + b;
-    case Group::Op::kMax: return std::max(a, b);
-    case Group::Op::kXor: break;
-  }
-  return a ^ b;
-}
 
 std::string_view text_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -110,24 +92,9 @@ std::vector<std::string> StoreGroup::all_gather(std::string_view own, Deadline d
   return rounds_.meet(next("all_gather()"), own, nullptr, deadline).words;
 }
 
-Group::Answer StoreGroup::decide(std::string_view own, const Decide& decide, Deadline deadline) {
+Ranks::Answer StoreGroup::decide(std::string_view own, const Decide& decide, Deadline deadline) {
   Rounds::Met met = rounds_.meet(next("decide()"), own, &decide, deadline);
   return {std::move(met.common), std::move(met.own)};
-}
-
-void StoreGroup::all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) {
-  const auto bytes = std::as_writable_bytes(values);
-  const Call call = next(fmt::format("all_reduce({}, {} values)", op_name(op), values.size()));
-  const Decide combine = [&](const std::vector<std::string>& words) {
-    std::vector<uint64_t> sum(values.size()), other(values.size());
-    copy_into(std::as_writable_bytes(std::span(sum)), words.front());
-    for (size_t rank = 1; rank < words.size(); ++rank) {
-      copy_into(std::as_writable_bytes(std::span(other)), words[rank]);
-      for (size_t i = 0; i < sum.size(); ++i) sum[i] = combined(sum[i], other[i], op);
-    }
-    return Decision{std::string(text_of(std::as_bytes(std::span(sum))))};
-  };
-  copy_into(bytes, rounds_.meet(call, text_of(bytes), &combine, deadline).common);
 }
 
 void StoreGroup::broadcast(std::span<std::byte> bytes, int root, Deadline deadline) {

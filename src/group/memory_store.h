@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/mutex.h"
-#include "shardow/detail/store.h"
+#include "shardow/store.h"
 
 namespace shardow::group {
 

@@ -11,7 +11,7 @@
 #include "delegate.h"
 #include "group/group_fixture.h"
 #include "group/memory_store.h"
-#include "shardow/detail/store.h"
+#include "shardow/store.h"
 
 namespace shardow {
 namespace {
@@ -51,7 +51,7 @@ class ShelfStore final : public DelegateStore {
 
 Groups over(const std::shared_ptr<Shelf>& shelf, int n) {
   Groups groups;
-  for (int rank = 0; rank < n; ++rank) groups.push_back(store_group(std::make_unique<ShelfStore>(shelf), rank, n));
+  for (int rank = 0; rank < n; ++rank) groups.add(store_group(std::make_unique<ShelfStore>(shelf), rank, n));
   return groups;
 }
 

@@ -166,21 +166,6 @@ TEST(Threads, ASenderWithoutReceiverTimesOut) {
       << "the late receiver gets the same verdict";
 }
 
-TEST(Threads, AGroupWithoutADecideOfItsOwnGivesEachRankItsAnswer) {
-  struct Plain final : Delegate {
-    using Delegate::Delegate;
-    Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
-      return Group::decide(mine, decide, deadline);
-    }
-  };
-  Groups groups = threads(2);
-  on_every_rank(groups, [](auto& group) {
-    const auto twice = [](const auto& all) { return Group::Decision{"all", {all[0] + all[0], all[1] + all[1]}}; };
-    const Group::Answer got = Plain(*group).decide(group->rank() == 0 ? "a" : "b", twice, far());
-    EXPECT_EQ(got.common + got.own, group->rank() == 0 ? "allaa" : "allbb");
-  });
-}
-
 TEST(Threads, PairsDoNotDisturbCollectives) {
   Groups groups = threads(2);
   on_every_rank(groups, [&](auto& group) {

@@ -170,7 +170,7 @@ class Sums {
   }
 
   /// Counts what this rank has read; check() wants the counts of all.
-  std::vector<group::Counts> counts() { return {{crcs_, Group::Op::kXor}, {too_large_, Group::Op::kSum}}; }
+  std::vector<group::Counts> counts() { return {{crcs_, group::Op::kXor}, {too_large_, group::Op::kSum}}; }
 
   /// Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together have read
   /// once; of the others `read_once` says no. Throws kInvalidArgument where numbers have become infinite in the dtype

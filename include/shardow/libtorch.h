@@ -7,6 +7,7 @@
 #include <torch/nn/module.h>
 
 #include <map>
+#include <span>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "shardow/average.h"

@@ -2,6 +2,7 @@
 // docs/merging.md.
 #pragma once
 
+#include <span>
 #include <variant>
 
 #include "shardow/checkpoint.h"

@@ -4,6 +4,9 @@
 #include <nanobind/nanobind.h>
 
 #include <string>
+#include <vector>
+
+#include "group/facts.h"
 
 namespace shardow::python {
 
@@ -20,6 +23,16 @@ inline std::string text_of(nanobind::handle bytes) {
 inline nanobind::bytes to_bytes(const std::string& text) {
   return nanobind::bytes(text.data(), text.size());
 }
+
+/// Returns bytes of each rank.
+inline std::vector<std::string> texts_of(const nanobind::list& by_rank) {
+  std::vector<std::string> texts;
+  for (const nanobind::handle text : by_rank) texts.push_back(text_of(text));
+  return texts;
+}
+
+/// Returns facts that Python gives as (name, value, hint, set).
+group::Facts facts_of(const nanobind::list& facts);
 
 /// For Python that the engine calls: throws the engine's Error where Python raised one of shardow's. The GIL is held.
 void throw_if_ours(const nanobind::python_error& raised);

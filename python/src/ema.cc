@@ -9,6 +9,7 @@
 #include <memory>
 #include <utility>
 
+#include "average/replicas.h"
 #include "callbacks.h"
 #include "core.h"
 #include "ema/agreed.h"
@@ -58,30 +59,17 @@ void bind_ema(nb::module_& m) {
       "{decay: file name} of the EMA with several decays that was saved there last; {} where there is none.");
   m.def("ema_files", &files_of, "average"_a, "state"_a,
         "[(name, metadata)] of the files of a saved EMA, one for each average.");
-  nb::class_<ema::StateWords>(m, "StateWords",
-                              "One rank's part of a round in which ranks compare the states of their EMAs. `facts`: "
-                              "[(name, text)] that must be equal too.")
-      .def(nb::init<std::string_view, const std::string&, const ema::Facts&>(), "call"_a, "state"_a, "facts"_a)
-      .def_prop_ro(
-          "words", [](const ema::StateWords& own) { return to_bytes(own.words()); }, "For the round.")
+  const group::Fact updates = average::updates_fact(0);
+  m.attr("UPDATES") = nb::make_tuple(updates.name, updates.way_out);
+  nb::class_<ema::EqualStates, group::Compared>(m, "EqualStates", "Compares the states of EMAs, and facts.")
       .def(
-          "sum_up",
-          [](const ema::StateWords& own, const nb::list& by_rank) {
-            std::vector<std::string> words;
-            for (nb::handle text : by_rank) words.push_back(text_of(text));
-            return to_bytes(own.sum_up(words));
+          "__init__",
+          [](ema::EqualStates* memory, const std::string& call, const std::string& state, const nb::list& facts) {
+            new (memory) ema::EqualStates(call, state, facts_of(facts));
           },
-          "by_rank"_a, "Of all ranks' words, on one rank. Raises where ranks have made other updates.")
-      .def(
-          "state_of_all",
-          [](ema::StateWords& own, Group& group, const nb::bytes& sum, double timeout) {
-            const std::string text = text_of(sum);
-            const nb::gil_scoped_release release;
-            return own.state_of_all(group, text, in_seconds(timeout));
-          },
-          "group"_a, "sum"_a, "timeout"_a,
-          "A rank's state with what each rank counts for itself summed. Raises where ranks differ in options or facts. "
-          "Collective: a round where they do.");
+          "call"_a, "state"_a, "facts"_a)
+      .def_prop_ro("state", &ema::EqualStates::state,
+                   "This rank's, with what each rank counts for itself summed once that was taken.");
   m.def(
       "taken_as",
       [](const Keys& saved, const Keys& own, OptionsFrom from, const std::filesystem::path& where) {

@@ -53,7 +53,7 @@ file::Request request_of(std::vector<SaveFile> files, const base::Path& path, co
 }
 
 /// By words() and sum_up() of `compared`, which must outlive it.
-comm::Comparison comparison(Callbacks& callbacks, const nb::object& compared) {
+group::Comparison comparison(Callbacks& callbacks, const nb::object& compared) {
   const auto words = [&] {
     return callbacks.call(
         "", [&] { return text_of(compared.attr("words")()); }, false);

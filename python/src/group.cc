@@ -17,9 +17,10 @@
 #include <string>
 
 #include "callbacks.h"
-#include "comm/agree.h"
-#include "comm/store_group.h"
 #include "core.h"
+#include "group/agree.h"
+#include "group/facts.h"
+#include "group/store_group.h"
 #include "store.h"
 
 namespace nb = nanobind;
@@ -44,8 +45,8 @@ auto in_python(Fn fn) {
 }
 
 /// A group whose subclass in Python provides broadcast, send and recv over buffers, where it moves blocks.
-struct PyGroup final : comm::StoreGroup {
-  NB_TRAMPOLINE(comm::StoreGroup, 3);
+struct PyGroup final : group::StoreGroup {
+  NB_TRAMPOLINE(group::StoreGroup, 3);
 
   PyGroup(int rank, std::vector<int> ranks, nb::object serve, nb::object poll, nb::object put_off)
       : PyGroup(py_store(std::move(serve), std::move(poll), std::move(put_off)), rank, std::move(ranks)) {}
@@ -117,28 +118,28 @@ std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double ti
 std::pair<nb::bytes, nb::bytes> decide(Group& group, const nb::bytes& mine, const nb::callable& weigh, double timeout) {
   const auto made_by = [&](const nb::list& all) {
     const auto made = nb::cast<nb::tuple>(weigh(all));
-    Group::Decision decision{text_of(made[0])};
+    group::Ranks::Decision decision{text_of(made[0])};
     for (nb::handle words : made[1]) decision.each.push_back(text_of(words));
     return decision;
   };
-  Group::Answer answer;
+  group::Ranks::Answer answer;
   {
     const std::string_view data(mine.c_str(), mine.size());
     const nb::gil_scoped_release release;
     const auto choose = [&](const auto& by_rank) { return weighed(group, by_rank, made_by); };
-    answer = group.decide(data, choose, in_seconds(timeout));
+    answer = group::ranks_of(group).decide(data, choose, in_seconds(timeout));
   }
   return {to_bytes(answer.common), to_bytes(answer.own)};
 }
 
-nb::bytes compare_set(comm::StoreGroup& group, const std::string& key, const std::string& expected,
+nb::bytes compare_set(group::StoreGroup& group, const std::string& key, const std::string& expected,
                       const std::string& desired, double timeout) {
   std::string value;
   try {
     const nb::gil_scoped_release release;
     group.store().answer_by(in_seconds(timeout), timeout);
     value = group.store().compare_set(key, expected, desired);
-  } catch (Interruption& interruption) {
+  } catch (group::Interruption& interruption) {
     std::rethrow_exception(interruption.exception(""));
   }
   return to_bytes(value);
@@ -170,7 +171,7 @@ nb::bytes agree_on(Group& group, const std::string& call, double timeout, const 
   try {
     const nb::gil_scoped_release release;
     group.begin(call, milliseconds(timeout));
-    common = comm::agree_on(group, in_seconds(patience), step, sum_up);
+    common = group::agree_on(group, in_seconds(patience), step, sum_up);
   } catch (...) {
     if (raised) std::rethrow_exception(raised);
     throw;
@@ -180,11 +181,17 @@ nb::bytes agree_on(Group& group, const std::string& call, double timeout, const 
 
 }  // namespace
 
+group::Facts facts_of(const nb::list& facts) {
+  group::Facts all;
+  for (const nb::handle fact : facts)
+    all.push_back({bytes_of(fact[0]), bytes_of(fact[1]), bytes_of(fact[2]), bytes_of(fact[3])});
+  return all;
+}
+
 void bind_group(nb::module_& m) {
   nb::class_<Group>(m, "Group", "The ranks that act together.")
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
-      .def_prop_ro("moves_blocks", &Group::moves_blocks)
       .def(
           "begin",
           [](Group& group, const std::string& call, double timeout) { group.begin(call, milliseconds(timeout)); },
@@ -195,7 +202,7 @@ void bind_group(nb::module_& m) {
            "Returns "
            "those for all, and those for this rank; both empty, and weigh() is not called, where no rank has any. "
            "Collective.");
-  nb::class_<comm::StoreGroup, Group, PyGroup>(m, "StoreGroup", "Ranks that meet in a store.")
+  nb::class_<group::StoreGroup, Group, PyGroup>(m, "StoreGroup", "Ranks that meet in a store.")
       .def(
           nb::init<int, std::vector<int>, nb::object, nb::object, nb::object>(), "rank"_a, "ranks"_a, "serve"_a,
           "poll"_a, "put_off"_a,
@@ -203,16 +210,39 @@ void bind_group(nb::module_& m) {
           "torch's "
           "what next() returns, as (name, key, values), until that is None, and tells what came of it; `poll()` raises "
           "what interrupts a wait, `put_off(exception)` says whether that comes again later.")
-      .def_prop_rw("moves_blocks", &Group::moves_blocks,
-                   [](comm::StoreGroup& group, bool moves) { dynamic_cast<PyGroup&>(group).set_moves_blocks(moves); })
-      .def_prop_ro("rounds", &comm::StoreGroup::rounds, "How many this rank has come to.")
+      .def_prop_rw("moves_blocks", &group::Ranks::moves_blocks,
+                   [](group::StoreGroup& group, bool moves) { dynamic_cast<PyGroup&>(group).set_moves_blocks(moves); })
+      .def_prop_ro("rounds", &group::StoreGroup::rounds, "How many this rank has come to.")
       .def_prop_ro(
-          "is_silent", [](comm::StoreGroup& group) { return dynamic_cast<PyGroup&>(group).python_store().is_silent(); },
+          "is_silent",
+          [](group::StoreGroup& group) { return dynamic_cast<PyGroup&>(group).python_store().is_silent(); },
           "The store did not answer the last time.")
-      .def("refuse", &comm::StoreGroup::refuse, "call"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("refuse", &group::StoreGroup::refuse, "call"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Ends the next round for all, since this rank was interrupted in `call`.")
       .def("compare_set", &compare_set, "key"_a, "expected"_a, "desired"_a, "timeout"_a,
            "The store's own, of other keys.");
+  nb::class_<group::Compared>(m, "Compared", "One rank's part of a comparison; see src/group/facts.h.")
+      .def(
+          "words", [](group::Compared& own) { return to_bytes(own.words()); }, "This rank's, for a round.")
+      .def(
+          "sum_up",
+          [](const group::Compared& own, const nb::list& by_rank) { return to_bytes(own.sum_up(texts_of(by_rank))); },
+          "by_rank"_a, "What the words of all ranks come to, on one; empty where all is equal.")
+      .def(
+          "take",
+          [](group::Compared& own, Group& group, const nb::bytes& total, double timeout) {
+            const std::string text = text_of(total);
+            const nb::gil_scoped_release release;
+            own.take(group, text, milliseconds(timeout));
+          },
+          "group"_a, "total"_a, "timeout"_a, "Raises what differs. Collective: a round where anything does.");
+  nb::class_<group::EqualFacts, group::Compared>(m, "EqualFacts", "Compares facts: (name, value, hint, set).")
+      .def(
+          "__init__",
+          [](group::EqualFacts* memory, const std::string& call, const nb::list& facts, bool whole) {
+            new (memory) group::EqualFacts(call, facts_of(facts), whole);
+          },
+          "call"_a, "facts"_a, "whole"_a = false, "`whole`: they travel as they are, since take() is not called.");
   m.def("solo", &solo, "A group of one rank, which never waits.");
   m.def("agree_on", &agree_on, "group"_a, "call"_a, "timeout"_a, "fn"_a, "weigh"_a, "behind"_a = 0.0,
         "Runs fn on every rank, or raises on all ranks if it raised on any: its own error where it did, "

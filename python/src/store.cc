@@ -17,6 +17,7 @@
 #include "base/mutex.h"
 #include "base/turns.h"
 #include "core.h"
+#include "group/rounds.h"
 #include "shardow/error.h"
 
 namespace nb = nanobind;
@@ -147,7 +148,7 @@ nb::object next_of(const Connection& connection) {
 }
 
 /// An exception that a signal's handler raised. It ends without the GIL; python_error takes that itself.
-class PyInterruption final : public Interruption {
+class PyInterruption final : public group::Interruption {
  public:
   PyInterruption(nb::python_error raised, const nb::object& put_off) : raised_(std::move(raised)), put_off_(put_off) {}
 

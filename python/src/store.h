@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "shardow/detail/store.h"
+#include "shardow/store.h"
 
 namespace shardow::python {
 

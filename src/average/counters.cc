@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <map>
 #include <utility>
 
 #include "average/json.h"
@@ -162,25 +163,32 @@ bool are_settable(const Schedule& first, const Schedule& second) {
   return Schedules::is_settable(first) && Schedules::is_settable(second);
 }
 
+std::vector<std::pair<std::string, std::string>> named(const AverageOptions& options) {
+  std::vector<std::pair<std::string, std::string>> all = {{"schedules", std::to_string(options.schedules.size())}};
+  for (size_t k = 0; k < options.schedules.size(); ++k)
+    all.emplace_back(options.schedules.size() == 1 ? "schedule" : fmt::format("schedule/{}", k),
+                     options.schedules[k].to_json());
+  all.emplace_back("rule", name_of(kRules, options.rule));
+  all.emplace_back("rounding", name_of(kRoundings, options.rounding));
+  all.emplace_back("update_every", std::to_string(options.update_every));
+  all.emplace_back("start_step", std::to_string(options.start_step));
+  all.emplace_back("seed", std::to_string(options.seed));
+  all.emplace_back("dtype", dtype_name(options.dtype));
+  return all;
+}
+
 std::vector<OptionDifference> differences(const AverageOptions& file, const AverageOptions& own) {
-  std::vector<OptionDifference> found;
-  const auto compare = [&](std::string name, std::string theirs, std::string ours) {
-    if (theirs != ours) found.push_back({std::move(name), std::move(theirs), std::move(ours)});
-  };
-  if (file.schedules.size() != own.schedules.size()) {
-    compare("schedules", std::to_string(file.schedules.size()), std::to_string(own.schedules.size()));
-  }
+  std::map<std::string, std::string> of_file;
+  for (auto& [name, text] : named(file)) of_file[name] = std::move(text);
+  AverageOptions compared = own;
   for (size_t k = 0; k < std::min(file.schedules.size(), own.schedules.size()); ++k) {
-    if (are_settable(file.schedules[k], own.schedules[k])) continue;
-    compare(own.schedules.size() == 1 ? "schedule" : fmt::format("schedule/{}", k), file.schedules[k].to_json(),
-            own.schedules[k].to_json());
+    if (are_settable(file.schedules[k], own.schedules[k])) compared.schedules[k] = file.schedules[k];
   }
-  compare("rule", std::string(name_of(kRules, file.rule)), std::string(name_of(kRules, own.rule)));
-  compare("rounding", std::string(name_of(kRoundings, file.rounding)), std::string(name_of(kRoundings, own.rounding)));
-  compare("update_every", std::to_string(file.update_every), std::to_string(own.update_every));
-  compare("start_step", std::to_string(file.start_step), std::to_string(own.start_step));
-  compare("seed", std::to_string(file.seed), std::to_string(own.seed));
-  compare("dtype", std::string(dtype_name(file.dtype)), std::string(dtype_name(own.dtype)));
+  std::vector<OptionDifference> found;
+  for (auto& [name, text] : named(compared)) {
+    if (const auto other = of_file.find(name); other != of_file.end() && other->second != text)
+      found.push_back({name, other->second, std::move(text)});
+  }
   return found;
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "shardow/average.h"
@@ -27,6 +28,9 @@ struct State {
 
 /// Canonical JSON of `options` and `counters`.
 std::string to_json(const AverageOptions& options, const Counters& counters);
+
+/// Options that decide numbers, as messages have them, by name in a fixed order.
+std::vector<std::pair<std::string, std::string>> named(const AverageOptions& options);
 
 /// Options that decide numbers and are not the same, in a fixed order.
 std::vector<OptionDifference> differences(const AverageOptions& file, const AverageOptions& own);

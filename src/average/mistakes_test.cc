@@ -188,14 +188,15 @@ TEST(Mistakes, ReplicasThatDisagreeAreToldSoBeforeAnythingIsExchanged) {
     for (const std::string& one : said) EXPECT_NE(one.find(what), std::string::npos) << what << ": " << one;
   };
   all_say(told_to_replicas([](Group& group, Average& ema) { ema.swap_in(static_cast<size_t>(group.rank())); }),
-          "replica 0 calls swap_in(0) where replica 1 calls swap_in(1)");
+          "the average that is swapped in is 0 on rank 0 and 1 on rank 1");
   all_say(told_to_replicas([](Group& group, Average& ema) {
             if (group.rank() == 1) ema.update();
             ema.swap_in();
           }),
-          "replica 0 has made 0 updates of its part of the averages, replica 1 1");
+          "the number of updates of the averages is 0 on rank 0 and 1 on rank 1; call update() on every rank");
   all_say(told_to_replicas([](Group&, Average& ema) { ema.swap_in(); }, true),
-          "'p', F32 of [37], on replica 0 is 'q', F32 of [11], on replica 1");
+          "view 0 is 'p', F32 of [37] on rank 0 and 'q', F32 of [11] on rank 1; give all of AverageOptions.replicas "
+          "the same");
   all_say(told_to_replicas([](Group& group, Average& ema) { ema.swap_in(group.rank() == 1 ? 7 : 0); }),
           "swap_in(7): there are 2 averages");
   all_say(told_to_replicas([](Group&, Average& ema) {

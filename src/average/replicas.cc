@@ -5,20 +5,12 @@
 
 #include "average/division.h"
 #include "base/errors.h"
-#include "comm/wire.h"
+#include "group/ranks.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow::average {
 namespace {
-
-std::string described(std::span<const TensorView> views) {
-  comm::Sender out;
-  for (const TensorView& view : views) {
-    out.text(view.name);
-    out.text(fmt::format("{} of {}", dtype_name(view.dtype), view.region.to_string()));
-  }
-  return out.bytes();
-}
 
 std::span<std::byte> memory_of(const shardow::Stretch& stretch, std::span<const TensorView> views) {
   const TensorView& view = views[stretch.tensor];
@@ -33,52 +25,23 @@ size_t bytes_of(const std::vector<shardow::Stretch>& stretches, std::span<const 
 
 }  // namespace
 
-std::string swap_facts(size_t k, int64_t updates, std::span<const TensorView> views) {
-  comm::Sender out;
-  out.number(static_cast<int64_t>(k));
-  out.number(updates);
-  std::string all = described(views);
-  for (const TensorView& view : views) all += view.region.encode();
-  out.number(static_cast<int64_t>(comm::digest(all)));
-  return out.bytes();
+group::Fact updates_fact(int64_t updates) {
+  return {"the number of updates of the averages", std::to_string(updates),
+          "call update() on every rank after each step (not under `if rank == 0`), or load the last state on all of "
+          "them"};
 }
 
-std::string other_views(const std::vector<std::string>& by_rank) {
-  comm::Receiver zero(by_rank[0]);
-  const int64_t k = zero.number(), updates = zero.number(), digest = zero.number();
-  bool same = true;
-  for (size_t rank = 1; rank < by_rank.size(); ++rank) {
-    comm::Receiver other(by_rank[rank]);
-    if (const int64_t theirs = other.number(); theirs != k)
-      base::fail(Code::kInvalidArgument, "replica 0 calls swap_in({}) where replica {} calls swap_in({})", k, rank,
-                 theirs);
-    if (const int64_t theirs = other.number(); theirs != updates) {
-      base::fail(Code::kInvalidArgument,
-                 "swap_in(): replica 0 has made {} updates of its part of the averages, replica {} {}; call update() "
-                 "on every replica after each step",
-                 updates, rank, theirs);
-    }
-    same = same && other.number() == digest;
+group::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> views) {
+  group::Facts facts = {{"the average that is swapped in", std::to_string(k)}, updates_fact(updates)};
+  std::string regions;
+  for (const TensorView& view : views) {
+    regions += view.region.encode();
+    facts.push_back({fmt::format("view {}", facts.size() - 2),
+                     fmt::format("'{}', {} of {}", view.name, dtype_name(view.dtype), view.region.to_string()),
+                     "give all of AverageOptions.replicas the same views in the same order"});
   }
-  return same ? "" : "other views";
-}
-
-void refuse_views(Group& replicas, std::span<const TensorView> views, Deadline deadline) {
-  const std::vector<std::string> by_rank = replicas.all_gather(described(views), deadline);
-  for (size_t rank = 1; rank < by_rank.size(); ++rank) {
-    comm::Receiver first(by_rank[0]), other(by_rank[rank]);
-    while (!first.done() || !other.done()) {
-      const std::string nothing = "nothing";
-      const std::string name = first.done() ? nothing : first.text(), is = first.done() ? "" : first.text();
-      const std::string other_name = other.done() ? nothing : other.text(), other_is = other.done() ? "" : other.text();
-      if (name == other_name && is == other_is) continue;
-      base::fail(Code::kInvalidArgument,
-                 "swap_in(): '{}', {}, on replica 0 is '{}', {}, on replica {}; give all of AverageOptions.replicas "
-                 "the same views in the same order",
-                 name, is, other_name, other_is, rank);
-    }
-  }
-  base::fail(Code::kInvalidArgument, "swap_in(): replicas hold regions of the same description that are not the same");
+  facts.push_back({"a digest of all regions", std::to_string(group::digest(regions))});
+  return facts;
 }
 
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count) {
@@ -111,14 +74,14 @@ void ReplicaExchange::run(Group& replicas, std::span<const TensorView> views, De
       const std::span<std::byte> packed = std::span(packed_).first(bytes_of(owned, views));
       if (packed.empty()) continue;
       const bool sends = owner == replicas.rank();
-      if (!sends) replicas.broadcast(packed, owner, deadline);
+      if (!sends) group::ranks_of(replicas).broadcast(packed, owner, deadline);
       std::byte* at = packed.data();
       for (const auto& stretch : owned) {
         const std::span<std::byte> memory = memory_of(stretch, views);
         if (!memory.empty()) std::memcpy(sends ? at : memory.data(), sends ? memory.data() : at, memory.size());
         at += memory.size();
       }
-      if (sends) replicas.broadcast(packed, owner, deadline);
+      if (sends) group::ranks_of(replicas).broadcast(packed, owner, deadline);
     }
   }
 }

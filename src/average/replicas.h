@@ -1,25 +1,22 @@
 // Replicas: ranks that hold the same views and divide the work of averaging them.
 #pragma once
 
+#include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "average/division.h"
+#include "group/facts.h"
 #include "shardow/group.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::average {
 
-/// What replicas are about to swap, as it travels: which averages, of how many updates, of which views.
-std::string swap_facts(size_t k, int64_t updates, std::span<const TensorView> views);
+/// How many updates a rank has made of its part of the averages.
+group::Fact updates_fact(int64_t updates);
 
-/// Of `everybody`, their swap_facts(), before they overwrite each other's memory: throws kInvalidArgument where they
-/// are in different swaps or have made other updates. Not empty where their views are not the same.
-std::string other_views(const std::vector<std::string>& by_rank);
-
-/// Throws kInvalidArgument that names the first view that is another one. Collective.
-[[noreturn]] void refuse_views(Group& replicas, std::span<const TensorView> views, Deadline deadline);
+/// What replicas must have equal before they overwrite each other's memory.
+group::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> views);
 
 /// What member `index` of `count` averages of each view: its region and memory.
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "average/average_fixture.h"
+#include "group/ranks.h"
 #include "shardow/average.h"
 
 namespace shardow {
@@ -55,7 +56,7 @@ constexpr int kRanks = 3;
 
 /// A rank that, from its `first`-th broadcast on, names another length in `failures` of them, which is an error on
 /// every rank; or that dies there, where `failures` is kDies.
-class Failing final : public Group {
+class Failing final : public group::Ranks {
  public:
   static constexpr int kDies = -1;
 
@@ -68,8 +69,8 @@ class Failing final : public Group {
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     return alive().all_gather(mine, deadline);
   }
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    alive().all_reduce(values, op, deadline);
+  Answer decide(std::string_view own, const Decide& decide, Deadline deadline) override {
+    return alive().decide(own, decide, deadline);
   }
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override { alive().send(bytes, to, deadline); }
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override { alive().recv(bytes, from, deadline); }
@@ -83,7 +84,7 @@ class Failing final : public Group {
   int broadcasts() const { return broadcasts_; }
 
  private:
-  Group& alive() const { return inner_ ? *inner_ : throw Error(Code::kPeerFailed, "dead"); }
+  group::Ranks& alive() const { return group::ranks_of(inner_ ? *inner_ : throw Error(Code::kPeerFailed, "dead")); }
 
   std::unique_ptr<Group> inner_;
   const int rank_ = inner_->rank(), first_, failures_;

@@ -18,7 +18,8 @@
 #include "average/ring_swap.h"
 #include "base/errors.h"
 #include "base/turns.h"
-#include "comm/agree.h"
+#include "group/agree.h"
+#include "group/ranks.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -89,12 +90,14 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
   };
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_in()", options.timeout);
-    const auto facts = [&] {
+    std::optional<group::EqualFacts> facts;
+    const auto words = [&] {
       prepare();
-      return average::swap_facts(k, counters.updates, weights);
+      return facts.emplace("swap_in()", average::swap_facts(k, counters.updates, weights)).words();
     };
-    if (!comm::agree_on(*options.replicas, deadline, facts, average::other_views).empty())
-      average::refuse_views(*options.replicas, weights, deadline);
+    const auto sum_up = [&](const std::vector<std::string>& by_rank) { return facts->sum_up(by_rank); };
+    const std::string total = group::agree_on(*options.replicas, deadline, words, sum_up);
+    facts->take(*options.replicas, total, options.timeout);
   } else {
     prepare();
   }
@@ -218,9 +221,10 @@ void Average::Impl::swap_out() {
   bool shared = swap && swap->shared;
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_out()", options.timeout);
-    uint64_t anybody = shared ? 1 : 0;  // one whose own swap failed early is needed by those that went on
-    options.replicas->all_reduce({&anybody, 1}, Group::Op::kMax, deadline);
-    shared = anybody != 0;
+    const auto shared_by_any = [](const auto&) { return group::Ranks::Decision{"1"}; };
+    // A rank whose own swap failed early is needed by those that went on.
+    group::Ranks& replicas = group::ranks_of(*options.replicas);
+    shared = !replicas.decide(shared ? "1" : "", shared_by_any, deadline).common.empty();
   }
   if (swap) exchange_out();
   step_done();

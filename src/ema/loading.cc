@@ -10,11 +10,11 @@
 #include "base/errors.h"
 #include "base/paths.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/wire.h"
 #include "ema/agreed.h"
 #include "ema/names.h"
 #include "file/load.h"
+#include "group/agree.h"
+#include "group/facts.h"
 
 namespace shardow {
 namespace ema {
@@ -109,18 +109,16 @@ void Loading::give_up() {
 namespace {
 
 /// What ranks that load averages must have equal.
-comm::Comparison same_request(const Average& ema, const LoadOptions& options, OptionsFrom from) {
-  const auto words = [&ema, &options, from] {
-    return said({{"the EMA", counted(decay_keys(ema.schedules()))},
-                 {"options", name_of(from)},
-                 {"strict", options.strict ? "true" : "false"},
-                 {"verify", options.verify ? "true" : "false"}});
+group::Comparison same_request(const Average& ema, const LoadOptions& options, OptionsFrom from) {
+  const auto facts = [&ema, &options, from] {
+    return group::EqualFacts("load()",
+                             {{"the EMA", counted(decay_keys(ema.schedules()))},
+                              {"options", name_of(from)},
+                              {"strict", options.strict ? "true" : "false"},
+                              {"verify", options.verify ? "true" : "false"}},
+                             /*whole=*/true);
   };
-  const auto compare = [](const std::vector<std::string>& by_rank) {
-    check_same("load()", by_rank);
-    return std::string();
-  };
-  return {words, compare};
+  return {[=] { return facts().words(); }, [=](const auto& by_rank) { return facts().sum_up(by_rank); }};
 }
 
 /// `call`: by its find() or `open`. `where`: for messages.

@@ -194,7 +194,7 @@ TEST_F(SavedAverage, OfRanksThatDisagreeIsAnErrorOnAll) {
     };
   };
   const std::vector<Mistake> mistakes = {
-      {"some ranks have made 3 updates of their parts of the averages, others 4",
+      {"the number of updates of the averages is 3 on rank 0 and 4 on rank 1; call update() on every rank",
        [&](Group& group, Rank& rank) {
          if (group.rank() == 1) rank.train(3, 4);
          save(group, rank.ema, path);
@@ -207,7 +207,7 @@ TEST_F(SavedAverage, OfRanksThatDisagreeIsAnErrorOnAll) {
          other.train(0, 3);
          save(group, group.rank() == 1 ? other.ema : rank.ema, path);
        }},
-      {"the average of 'whole' has other values on rank 0 than on rank 1",
+      {"save(): 'whole' has other values on rank 0 than on rank 1",
        [&](Group& group, Rank& rank) {
          if (group.rank() == 1) static_cast<float*>(rank.ema.views()[1].data)[3] += 1;
          save(group, rank.ema, path);

@@ -6,11 +6,11 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/wire.h"
 #include "ema/agreed.h"
 #include "ema/names.h"
 #include "file/call.h"
+#include "group/agree.h"
+#include "group/wire.h"
 #include "shardow/ema_file.h"
 
 namespace shardow {
@@ -47,55 +47,49 @@ std::vector<SaveFile> ema_files_with(const Average& ema, const std::string& stat
 
 SaveReport save(Group& group, const Average& ema, const std::filesystem::path& path, const SaveOptions& options) {
   group.begin("save()", options.timeout);
-  std::optional<ema::StateWords> states;
-  std::optional<ema::Copies> copies;
+  std::optional<ema::EqualStates> states;
+  std::optional<group::EqualFacts> copies;
   file::SaveCall call;
   call.request = [&] {
     check(ema, options);
     const std::string state = ema.state();
     file::Request request{ema_files_with(ema, state), path, options};
-    states.emplace("save()", state, ema::Facts());
-    if (group.size() > 1) copies.emplace(request.files);
+    states.emplace("save()", state, group::Facts());
+    copies.emplace("save()", group.size() > 1 ? ema::copies_in(request.files) : group::Facts());
     return request;
   };
   call.compared.words = [&] {
-    comm::Sender out;
+    group::Sender out;
     out.text(states->words());
-    out.text(copies ? copies->words() : std::string());
+    out.text(copies->words());
     return out.bytes();
   };
   call.compared.sum_up = [&](const std::vector<std::string>& by_rank) {
-    std::vector<std::string> of_states, of_copies;
-    for (const std::string& words : by_rank) {
-      comm::Receiver in(words);
-      of_states.push_back(in.text());
-      of_copies.push_back(in.text());
-    }
-    comm::Sender out;
-    out.text(states->sum_up(of_states));
-    out.text(ema::Copies::sum_up(of_copies));
+    const auto columns = group::columns(by_rank);
+    group::Sender out;
+    out.text(states->sum_up(columns[0]));
+    out.text(copies->sum_up(columns[1]));
     return out.bytes();
   };
-  call.metadata = [&](const std::string& sums) {
-    comm::Receiver in(sums);
-    const std::string state = states->state_of_all(group, in.text(), base::after(options.timeout));
-    if (!in.text().empty()) copies->refuse(group, base::after(options.timeout));
-    return std::vector<file::Metadata>(ema.size(), file::Metadata{{kStateKey, state}});
+  call.metadata = [&](const std::string& totals) {
+    group::Receiver in(totals);
+    states->take(group, in.text(), options.timeout);
+    copies->take(group, in.text(), options.timeout);
+    return std::vector<file::Metadata>(ema.size(), file::Metadata{{kStateKey, states->state()}});
   };
   return call.begin(group, options.timeout)->write();
 }
 
 std::vector<SaveFile> ema_files(Group& group, const Average& ema, std::chrono::milliseconds timeout) {
   group.begin("ema_files()", timeout);
-  const Deadline deadline = base::after(timeout);
-  std::optional<ema::StateWords> states;
+  std::optional<ema::EqualStates> states;
   const auto words = [&] {
     check(ema, {});
-    return states.emplace("ema_files()", ema.state(), ema::Facts()).words();
+    return states.emplace("ema_files()", ema.state(), group::Facts()).words();
   };
   const auto sum_up = [&](const std::vector<std::string>& by_rank) { return states->sum_up(by_rank); };
-  const std::string sum = comm::agree_on(group, deadline, words, sum_up);
-  return ema_files_with(ema, states->state_of_all(group, sum, deadline));
+  states->take(group, group::agree_on(group, base::after(timeout), words, sum_up), timeout);
+  return ema_files_with(ema, states->state());
 }
 
 }  // namespace shardow

@@ -7,20 +7,20 @@
 #include "base/files.h"
 #include "base/machine.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/wire.h"
 #include "file/index.h"
 #include "file/kinds.h"
 #include "file/names.h"
 #include "file/sharing.h"
+#include "group/agree.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow::file {
 namespace {
 
 using base::fail;
-using comm::Receiver;
-using comm::Sender;
+using group::Receiver;
+using group::Sender;
 
 void check_options(std::span<const SaveFile> files, const SaveOptions& options) {
   if (options.dtype && !is_floating(*options.dtype))
@@ -86,17 +86,19 @@ std::string size_text(int64_t bytes) {
   return fmt::format("{} bytes", bytes);
 }
 
-/// What must be equal on all ranks, by name, as it stands in messages.
-std::vector<std::pair<std::string, std::string>> facts_of(std::span<const SaveFile> files, const base::Path& path,
-                                                          const SaveOptions& options) {
+/// What must be equal on all ranks.
+group::Facts facts_of(const Request& request) {
+  const auto& [files, path, options, more] = request;
   std::vector<std::string> names;
   for (const SaveFile& file : files) names.push_back(file.name);
-  return {{"path", path.string()},
-          {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},
-          {"max_shard_size", size_text(options.max_shard_size)},
-          {"checksums", options.checksums ? "on" : "off"},
-          {"commit", options.commit.empty() ? "none" : options.commit},
-          {"the list of files", fmt::format("[{}]", fmt::join(names, ", "))}};
+  group::Facts facts = {{"path", path.string()},
+                        {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},
+                        {"max_shard_size", size_text(options.max_shard_size)},
+                        {"checksums", options.checksums ? "on" : "off"},
+                        {"commit", options.commit.empty() ? "none" : options.commit},
+                        {"the list of files", fmt::format("[{}]", fmt::join(names, ", "))}};
+  facts.insert(facts.end(), more.begin(), more.end());
+  return facts;
 }
 
 void send_metadata(Sender& out, std::span<const SaveFile> files, const SaveOptions& options) {
@@ -107,37 +109,23 @@ void send_metadata(Sender& out, std::span<const SaveFile> files, const SaveOptio
   }
 }
 
-/// Sums up every rank's request: whether ranks are on several hosts, who holds what of each file, what else they
-/// compare, and what rank 0 alone knows. Throws kInvalidArgument where requests differ.
-std::string of_all_calls(const std::vector<std::string>& all, size_t files, const comm::SumUp& compare) {
-  std::set<std::string> hosts;
-  std::vector<std::vector<std::string>> held(files);  // by rank
-  std::vector<std::string> compared;                  // by rank
-  std::string own;                                    // rank 0's
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    Receiver in(all[rank]), first(all[0]);
-    for (std::string name = in.text(); !name.empty(); name = in.text()) {
-      first.text();
-      const std::string value = in.text(), wanted = first.text();
-      if (value != wanted)
-        fail(Code::kInvalidArgument, "save(): {} is {} on rank 0, {} on rank {}; give all ranks the same", name, wanted,
-             value, rank);
-    }
-    hosts.insert(in.text());
-    for (auto& words : held) words.push_back(in.text());
-    compared.push_back(in.text());
-    if (rank == 0) own = in.text();
-  }
+/// Sums up every rank's request: whether facts differ, or what rank 0 alone knows, what else they compare, whether
+/// ranks are on several hosts, who holds what of each file.
+std::string of_all_calls(const std::vector<std::string>& by_rank, const group::EqualFacts& facts,
+                         const group::SumUp& compare) {
+  auto columns = group::columns(by_rank);
   Sender out;
-  out.number(hosts.size() > 1 ? 1 : 0);
-  for (const auto& words : held) out.text(sum_up(words));
-  out.text(compare ? compare(compared) : std::string());
-  return out.bytes() + own;
+  out.text(facts.sum_up(columns[0]));
+  out.text(columns[1][0]);
+  out.text(compare ? compare(columns[2]) : std::string());
+  out.number(std::set(columns[3].begin(), columns[3].end()).size() > 1 ? 1 : 0);
+  for (size_t column = 4; column < columns.size(); ++column) out.text(sum_up(columns[column]));
+  return out.bytes();
 }
 
 /// Local.
 void check_request(const Request& request, const Producer* producer) {
-  const auto& [files, path, options] = request;
+  const auto& [files, path, options, facts] = request;
   if (producer != nullptr && producer->threads < 1) fail(Code::kInvalidArgument, "{} threads", producer->threads);
   check_options(files, options);
   check_views(files, options, producer != nullptr);
@@ -162,46 +150,43 @@ void check_memory(std::span<const TensorView> views) {
 Call same_call(Group& group, const SaveCall& call, std::chrono::milliseconds timeout) {
   Call known;
   std::vector<Holding> held;
+  std::optional<group::EqualFacts> facts;
   const auto look = [&] {
     known.request = call.request();
     check_request(known.request, call.producer);
-    const auto& [files, path, options] = known.request;
-    Sender request;
-    for (const auto& [name, value] : facts_of(files, path, options)) {
-      request.text(name);
-      request.text(value);
-    }
-    request.text("");
-    request.text(digest(base::host_name() + base::view_of_files()));  // machines may share a name
-    for (const SaveFile& file : files) request.text(held.emplace_back(file.tensors).words(group.rank()));
-    request.text(call.compared.words ? call.compared.words() : std::string());
+    Sender own;
     if (group.rank() == 0) {
-      Sender own;
       own.text(base::make_nonce());
       own.text(base::host_name());
-      send_metadata(own, files, options);
-      request.text(own.bytes());
+      send_metadata(own, known.request.files, known.request.options);
     }
+    Sender request;
+    request.text(facts.emplace(call.name, facts_of(known.request)).words());
+    request.text(own.bytes());
+    request.text(call.compared.words ? call.compared.words() : std::string());
+    request.text(digest(base::host_name() + base::view_of_files()));  // machines may share a name
+    for (const SaveFile& file : known.request.files) request.text(held.emplace_back(file.tensors).words(group.rank()));
     return request.bytes();
   };
-  const auto sum_up = [&](const std::vector<std::string>& all) {
-    return of_all_calls(all, known.request.files.size(), call.compared.sum_up);
+  const auto sum_up = [&](const std::vector<std::string>& by_rank) {
+    return of_all_calls(by_rank, *facts, call.compared.sum_up);
   };
-  const std::string verdict = comm::agree_on(group, base::after(timeout), look, sum_up);
+  const std::string verdict = group::agree_on(group, base::after(timeout), look, sum_up);
   const size_t files = known.request.files.size();
   Receiver in(verdict);
-  known.several_hosts = in.number() != 0;
-  std::vector<std::string> shared;
-  for (size_t file = 0; file < files; ++file) shared.push_back(in.text());
+  facts->take(group, in.text(), timeout);
+  const std::string first = in.text();
   std::vector<Metadata> more(files);
   if (const std::string compared = in.text(); call.metadata) more = call.metadata(compared);
-  known.nonce = in.text();
-  known.host = in.text();
+  known.several_hosts = in.number() != 0;
+  Receiver own(first);
+  known.nonce = own.text();
+  known.host = own.text();
   for (size_t file = 0; file < files; ++file) {
-    known.metadata.push_back(in.map());
+    known.metadata.push_back(own.map());
     for (auto& [key, text] : more.at(file)) known.metadata.back()[key] = std::move(text);
     known.tensors.push_back(
-        std::make_shared<const std::vector<Shared>>(shared_from(group, held[file], shared[file], timeout)));
+        std::make_shared<const std::vector<Shared>>(shared_from(group, held[file], in.text(), timeout)));
   }
   return known;
 }

@@ -9,10 +9,11 @@
 #include <string_view>
 #include <vector>
 
-#include "comm/agree.h"
 #include "file/header.h"
 #include "file/ownership.h"
 #include "file/producer.h"
+#include "group/agree.h"
+#include "group/facts.h"
 #include "shardow/checkpoint.h"
 
 namespace shardow::file {
@@ -25,15 +26,17 @@ struct Request {
   std::vector<SaveFile> files;
   std::filesystem::path path;
   SaveOptions options;
+  group::Facts facts = {};  ///< what else must be equal on all ranks
 };
 
 /// A save by what its ranks find out within its first round.
 struct SaveCall {
   std::function<Request()> request;    ///< of a rank; what it throws all throw
   const Producer* producer = nullptr;  ///< of what has no memory
-  comm::Comparison compared = {};      ///< beside requests, after request()
+  group::Comparison compared = {};     ///< beside requests, after request()
   /// On every rank, of what `compared` came to: more metadata of each file, the same on all ranks. May be collective.
   std::function<std::vector<Metadata>(const std::string&)> metadata = {};
+  const char* name = "save()";  ///< in messages about ranks that ask for other things
 
   /// Makes the save, whose steps have `timeout` each. Collective.
   std::unique_ptr<StagedSave> begin(Group& group, std::chrono::milliseconds timeout) const;

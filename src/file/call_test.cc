@@ -98,15 +98,15 @@ TEST_F(Checkpoints, OfRanksThatAreAskedForOtherThingsSaysWhichAndWritesNothing) 
   };
   constexpr Case kCases[] = {
       {[](SaveOptions& options, fs::path&, int rank) { options.max_shard_size = rank == 2 ? 0 : 5'000'000'000; },
-       "save(): max_shard_size is 5 GB on rank 0, none on rank 2; give all ranks the same"},
+       "save(): ranks disagree. max_shard_size is 5 GB on rank 0 and none on rank 2"},
       {[](SaveOptions& options, fs::path&, int rank) { options.max_shard_size = 1000 + rank; },
-       "save(): max_shard_size is 1 KB on rank 0, 1001 bytes on rank 1; give all ranks the same"},
+       "save(): ranks disagree. max_shard_size is 1 KB on rank 0 and 1001 bytes on rank 1"},
       {[](SaveOptions& options, fs::path&, int rank) { options.checksums = rank != 1; },
-       "save(): checksums is on on rank 0, off on rank 1; give all ranks the same"},
+       "save(): ranks disagree. checksums is on on rank 0 and off on rank 1"},
       {[](SaveOptions& options, fs::path&, int rank) {
          options.dtype = rank == 1 ? std::optional(DType::kF16) : std::nullopt;
        },
-       "save(): dtype is none on rank 0, F16 on rank 1; give all ranks the same"},
+       "save(): ranks disagree. dtype is none on rank 0 and F16 on rank 1"},
   };
   for (const Case& c : kCases) {
     on_ranks(3, [&](Group& group) {

@@ -17,14 +17,15 @@
 #include "base/machine.h"
 #include "base/paths.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/wire.h"
 #include "file/header.h"
 #include "file/index.h"
 #include "file/layout.h"
 #include "file/members.h"
 #include "file/names.h"
 #include "file/opened.h"
+#include "group/agree.h"
+#include "group/ranks.h"
+#include "group/wire.h"
 
 namespace shardow::file {
 namespace {
@@ -32,8 +33,8 @@ namespace {
 using base::fail;
 using base::File;
 using base::Path;
-using comm::Receiver;
-using comm::Sender;
+using group::Receiver;
+using group::Sender;
 
 /// One version of a checkpoint, also where it is replaced while it is read.
 struct Raw {
@@ -343,7 +344,7 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
 constexpr size_t kFewBytes = 64 << 10;  // of a fact, which goes through one store; what is longer travels by itself
 
 /// (1) Rank 0 reads what is there, for all. `compared`: in that round.
-Versions read_for_all(Group& group, const std::function<Location()>& find, const comm::Comparison& compared,
+Versions read_for_all(Group& group, const std::function<Location()>& find, const group::Comparison& compared,
                       std::chrono::milliseconds timeout) {
   Versions versions;
   std::string text;
@@ -366,12 +367,12 @@ Versions read_for_all(Group& group, const std::function<Location()>& find, const
     compared.sum_up(words);
     return by_rank.front().substr(sizeof(int64_t) + words.front().size());
   };
-  const std::string first = comm::agree_on(group, base::after(timeout), look, sum_up);
+  const std::string first = group::agree_on(group, base::after(timeout), look, sum_up);
   Receiver in(first);
   const auto size = static_cast<size_t>(in.number());
   if (size > kFewBytes) {
     text.resize(size);
-    group.broadcast(std::as_writable_bytes(std::span(text)), 0, base::after(timeout));
+    group::ranks_of(group).broadcast(std::as_writable_bytes(std::span(text)), 0, base::after(timeout));
   }
   return group.rank() == 0 ? std::move(versions) : unpack(size > kFewBytes ? text : in.text());
 }
@@ -440,7 +441,7 @@ Finding::Outcome Finding::run(Group& group, std::chrono::milliseconds timeout) c
   constexpr int kAttempts = 50;
   Outcome outcome;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    Versions versions = read_for_all(group, find, attempt == 0 ? compared : comm::Comparison{}, timeout);
+    Versions versions = read_for_all(group, find, attempt == 0 ? compared : group::Comparison{}, timeout);
     const auto open_here = [&] {  // (2) every rank opens the same
       if (const std::string missed = missed_here(versions, group.rank()); !missed.empty()) return "-" + missed;
       outcome.catalogs = to_catalogs(versions);
@@ -454,7 +455,7 @@ Finding::Outcome Finding::run(Group& group, std::chrono::milliseconds timeout) c
       }
       return "+" + sum_up(by_rank);
     };
-    outcome.sum = comm::agree_on(group, base::after(timeout), open_here, together);
+    outcome.sum = group::agree_on(group, base::after(timeout), open_here, together);
     if (outcome.sum.starts_with('-')) continue;
     if (!outcome.sum.empty()) outcome.sum.erase(0, 1);
     return outcome;

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/agree.h"
 #include "file/header.h"
 #include "file/opened.h"
+#include "group/agree.h"
 #include "shardow/checkpoint.h"
 #include "shardow/group.h"
 
@@ -76,11 +76,11 @@ struct Location {
 /// How ranks find and open the same version of each file, of one checkpoint or of several. What one rank throws is
 /// thrown on all.
 struct Finding {
-  comm::Comparison compared = {};  ///< in the first round
-  std::function<Location()> find;  ///< on rank 0, after compared.words(); again where a version went meanwhile
+  group::Comparison compared = {};  ///< in the first round
+  std::function<Location()> find;   ///< on rank 0, after compared.words(); again where a version went meanwhile
   /// On every rank, in the round that finds out whether all have the same version; again where not.
   std::function<std::string(const Location&, const Catalogs&)> words = {};
-  comm::SumUp sum_up = comm::of_first;  ///< of all ranks' words
+  group::SumUp sum_up = group::of_first;  ///< of all ranks' words
 
   struct Outcome {
     Catalogs catalogs;  ///< by name, or by path

@@ -33,9 +33,9 @@ Direct::Direct(const std::vector<Mine>& mine, const Layout& layout, std::deque<O
   std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) { return where(a) < where(b); });
 }
 
-comm::Part Direct::part() {
+group::Part Direct::part() {
   const int64_t before = done_;
-  const comm::PartTime time;
+  const group::PartTime time;
   lanes_.run(outputs_.size(), [&](size_t lane) {
     std::vector<Chunk> chunks;
     while (!time.over() && !lanes_.failed() && next(chunks)) {

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "comm/parts.h"
 #include "file/feed.h"
 #include "file/lanes.h"
 #include "file/output.h"
+#include "group/parts.h"
 #include "tensor/runs.h"
 
 namespace shardow::file {
@@ -21,7 +21,7 @@ class Direct {
   /// `mine` outlives it. One thread works for each output; `count_only`: checksums, nothing is written.
   Direct(const std::vector<Mine>& mine, const Layout& layout, std::deque<Output>& outputs, bool count_only);
 
-  comm::Part part();  ///< half a second's work
+  group::Part part();  ///< half a second's work
 
  private:
   /// Elements of a part that are neighbours in the file.

@@ -8,14 +8,14 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "comm/wire.h"
+#include "group/wire.h"
 
 namespace shardow::file {
 namespace {
 
 using base::fail;
-using comm::Receiver;
-using comm::Sender;
+using group::Receiver;
+using group::Sender;
 
 /// An encoded region is a list of numbers of seven bits a byte; see region_text.cc.
 using Numbers = std::vector<uint64_t>;

@@ -11,15 +11,15 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/parts.h"
-#include "comm/wire.h"
 #include "file/call.h"
 #include "file/environment.h"
 #include "file/ownership.h"
 #include "file/reader.h"
 #include "file/sharing.h"
 #include "file/sums.h"
+#include "group/agree.h"
+#include "group/parts.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -27,8 +27,8 @@ namespace file {
 namespace {
 
 using base::fail;
-using comm::Receiver;
-using comm::Sender;
+using group::Receiver;
+using group::Sender;
 
 bool can_cast(DType from, DType to) {
   return from == to || (is_floating(from) && is_floating(to) && dtype_bits(from) >= 16 && dtype_bits(to) >= 16);
@@ -44,29 +44,14 @@ std::string difference(const Entry& entry, const Shape& shape, DType dtype, cons
   return {};
 }
 
-/// What a rank asks for, for all ranks: what one of them asks for, all do.
-constexpr int64_t kVerify = 1, kCheckOnly = 2, kProgress = 4;
-
-int64_t asked_by(const LoadOptions& options) {
-  return (options.verify ? kVerify : 0) | (options.check_only ? kCheckOnly : 0) | (options.progress ? kProgress : 0);
-}
-
-/// Everybody's words, by rank: what is asked for, and of each file whether it must fit and who holds what.
+/// All ranks' words_of(): what is asked for, and of each file whether it must fit and who holds what.
 std::string sum_up_words(const std::vector<std::string>& by_rank) {
-  std::vector<Receiver> in(by_rank.begin(), by_rank.end());
-  int64_t asked = 0;
-  for (Receiver& one : in) asked |= one.number();
+  const auto columns = group::columns(by_rank);
   Sender out;
-  out.number(asked);
-  while (!in.front().done()) {
-    int64_t strict = 0;
-    std::vector<std::string> held;
-    for (Receiver& one : in) {
-      strict |= one.number();
-      held.push_back(one.text());
-    }
-    out.number(strict);
-    out.text(sum_up(held));
+  out.number(asked_by_any(columns[0]));
+  for (size_t i = 1; i < columns.size(); i += 2) {
+    out.number(asked_by_any(columns[i]));
+    out.text(sum_up(columns[i + 1]));
   }
   return out.bytes();
 }
@@ -86,7 +71,7 @@ struct Filling {
 
   Filling(std::shared_ptr<const Catalog> where, Chosen what) : catalog(std::move(where)), chosen(std::move(what)) {}
   int64_t bytes_in_all() const;
-  comm::Part part(int rank, bool verify);
+  group::Part part(int rank, bool verify);
 };
 
 /// Bytes that all ranks together will read, as they are in the file.
@@ -101,7 +86,7 @@ int64_t Filling::bytes_in_all() const {
   return total;
 }
 
-comm::Part Filling::part(int rank, bool verify) {
+group::Part Filling::part(int rank, bool verify) {
   if (!reader) {
     if (verify) sums.emplace(catalog->path, wanted, stored);
     Finder finder(wanted);
@@ -111,7 +96,7 @@ comm::Part Filling::part(int rank, bool verify) {
     }
     reader.emplace(*catalog, jobs);
   }
-  const comm::Part part = reader->part();
+  const group::Part part = reader->part();
   if (part.last) {
     bytes_read = reader->bytes();
     if (sums) sum_words = sums->words(rank, jobs, reader->sums());
@@ -124,16 +109,16 @@ using Fillings = std::deque<Filling>;
 
 std::string words_of(const Fillings& fillings, const LoadOptions& options, int rank) {
   Sender out;
-  out.number(asked_by(options));
+  out.text(asked_by(options));
   for (const Filling& one : fillings) {
-    out.number(one.chosen.strict ? 1 : 0);
+    out.text(one.chosen.strict ? "1" : "0");
     out.text(one.holding.words(rank));
   }
   return out.bytes();
 }
 
 /// Returns the comparison for when each rank has read what it wants; `end`: before that.
-comm::Comparison comparison_of(const Fillings& fillings, const std::function<void()>& end) {
+group::Comparison comparison_of(const Fillings& fillings, const std::function<void()>& end) {
   const auto words = [&fillings, end] {
     if (end) end();
     Sender out;
@@ -141,12 +126,9 @@ comm::Comparison comparison_of(const Fillings& fillings, const std::function<voi
     return out.bytes();
   };
   const auto sum_up = [&fillings](const std::vector<std::string>& by_rank) {
-    std::vector<Receiver> in(by_rank.begin(), by_rank.end());
-    for (const Filling& one : fillings) {
-      std::vector<std::string> sums;
-      sums.reserve(in.size());
-      for (Receiver& rank : in) sums.push_back(rank.text());
-      if (one.sums) one.sums->compare(sums);
+    const auto sums = group::columns(by_rank);
+    for (size_t f = 0; f < fillings.size(); ++f) {
+      if (fillings[f].sums) fillings[f].sums->compare(sums[f]);
     }
     return std::string();
   };
@@ -174,16 +156,16 @@ std::vector<LoadReport> load_agreed(Group& group, Fillings& fillings, const std:
   if ((asked & kCheckOnly) != 0) return reports;
   auto next = fillings.begin();
   bool begun = false;
-  comm::Parts parts(group, options.timeout, total, options.progress);
+  group::Parts parts(group, options.timeout, total, options.progress);
   const auto part = [&] {
     if (!std::exchange(begun, true) && call.begin) call.begin(reports);
-    comm::Part all{0, false};
-    for (const comm::PartTime time; next != fillings.end() && !time.over();) {
-      const comm::Part one = next->part(group.rank(), (asked & kVerify) != 0);
+    group::Part all{0, false};
+    for (const group::PartTime time; next != fillings.end() && !time.over();) {
+      const group::Part one = next->part(group.rank(), (asked & kVerify) != 0);
       all.bytes += one.bytes;
       if (one.last) ++next;
     }
-    return comm::Part{all.bytes, next == fillings.end()};
+    return group::Part{all.bytes, next == fillings.end()};
   };
   parts.run(part, comparison_of(fillings, call.end));
   if ((asked & kProgress) != 0) agree(group, base::after(options.timeout), [&] { parts.tell(); });
@@ -195,6 +177,17 @@ std::vector<LoadReport> load_agreed(Group& group, Fillings& fillings, const std:
 using KeptOpen = std::pair<std::shared_ptr<base::TimedCalls>, std::shared_ptr<const Catalog>>;
 
 }  // namespace
+
+std::string asked_by(const LoadOptions& options) {
+  return std::to_string((options.strict ? kStrict : 0) | (options.verify ? kVerify : 0) |
+                        (options.check_only ? kCheckOnly : 0) | (options.progress ? kProgress : 0));
+}
+
+int64_t asked_by_any(const std::vector<std::string>& by_rank) {
+  int64_t asked = 0;
+  for (const std::string& bits : by_rank) asked |= std::stoll(bits);
+  return asked;
+}
 
 Match match(const std::vector<Shared>& wanted, const StoredTensors& tensors, bool strict, const std::string& what,
             const char* place) {
@@ -258,8 +251,8 @@ std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) 
   if (open.empty()) {
     sum = Finding{compared, find, open_words, sum_up_words}.run(group, options.timeout).sum;
   } else {
-    if (compared.words) comm::agree_on(group, base::after(options.timeout), compared.words, compared.sum_up);
-    sum = comm::agree_on(
+    if (compared.words) group::agree_on(group, base::after(options.timeout), compared.words, compared.sum_up);
+    sum = group::agree_on(
         group, base::after(options.timeout), [&] { return tell({}, open); }, sum_up_words);
   }
   std::vector<LoadReport> reports = load_agreed(group, fillings, sum, *this, options);

@@ -1,6 +1,7 @@
 // Loading from a catalog that has been read before.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -12,6 +13,12 @@
 
 namespace shardow::file {
 
+/// What a rank asks for beside tensors, in bits: what one rank asks for, all do.
+constexpr int64_t kStrict = 1, kVerify = 2, kCheckOnly = 4, kProgress = 8;
+
+std::string asked_by(const LoadOptions& options);
+int64_t asked_by_any(const std::vector<std::string>& by_rank);
+
 /// What a rank wants of a checkpoint. `strict`: as LoadOptions::strict, in place of it.
 struct Chosen {
   std::vector<TensorView> views;
@@ -22,9 +29,9 @@ struct Chosen {
 /// `begin` nothing has been changed. Three rounds, if everybody is done within the time of a part and nobody asks for
 /// progress: what is there; who wants what; the bytes.
 struct LoadCall {
-  comm::Comparison compared = {};  ///< in the first round
-  std::function<Location()> find;  ///< on rank 0, after compared.words()
-  Catalogs open = {};              ///< in place of it: files that all ranks have open
+  group::Comparison compared = {};  ///< in the first round
+  std::function<Location()> find;   ///< on rank 0, after compared.words()
+  Catalogs open = {};               ///< in place of it: files that all ranks have open
   /// What this rank wants of each file, in their order; again where the files have been replaced meanwhile.
   std::function<std::vector<Chosen>(const std::string& words, const Catalogs& catalogs)> choose;
   std::function<void(const std::vector<LoadReport>&)> begin = {};  ///< when all is known to fit

@@ -20,10 +20,6 @@ class CountedRounds : public Delegate {
     ++rounds;
     return group_.decide(mine, decide, deadline);
   }
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    ++rounds;
-    group_.all_reduce(values, op, deadline);
-  }
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
     ++rounds;
     group_.broadcast(bytes, root, deadline);

@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "comm/counts.h"
+#include "group/counts.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::file {
@@ -14,7 +14,7 @@ struct Producer {
   /// Fills `wanted`, a window of such a view's region, in its dtype and in host memory. Called by several threads at
   /// once.
   std::function<void(const TensorView& wanted)> read = {};
-  std::vector<comm::Counts> counts = {};  ///< of what was read when every element was asked for once
+  std::vector<group::Counts> counts = {};  ///< of what was read when every element was asked for once
   /// On rank 0, which has all ranks' counts then, before anything is published. What it throws ends the save.
   std::function<void()> check = {};
   int threads = 4;  ///< that call read(): what network and solid-state disks ask for

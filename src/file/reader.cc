@@ -57,9 +57,9 @@ Reader::Reader(const Catalog& catalog, std::vector<Job> jobs)
       num_lanes_(lanes_for(jobs_)),
       sums_(jobs_.size(), 0) {}
 
-comm::Part Reader::part() {
+group::Part Reader::part() {
   const int64_t before = done_;
-  const comm::PartTime time;
+  const group::PartTime time;
   lanes_.run(num_lanes_, [&](size_t) {
     Lane lane;
     Read read;

@@ -12,11 +12,11 @@
 
 #include "base/files.h"
 #include "base/mutex.h"
-#include "comm/parts.h"
 #include "file/catalog.h"
 #include "file/crc.h"
 #include "file/device.h"
 #include "file/lanes.h"
+#include "group/parts.h"
 #include "shardow/region.h"
 #include "shardow/tensor_view.h"
 #include "tensor/runs.h"
@@ -36,7 +36,7 @@ class Reader {
 
   /// Half a second's work, in bytes that were wanted. With the last of it, throws kIo where a file was written over
   /// meanwhile.
-  comm::Part part();
+  group::Part part();
 
   /// By job, when all is read: what its bytes contribute to the checksum of its tensor.
   const std::vector<uint64_t>& sums() const { return sums_; }

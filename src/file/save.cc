@@ -10,10 +10,6 @@
 #include "base/errors.h"
 #include "base/paths.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/counts.h"
-#include "comm/parts.h"
-#include "comm/wire.h"
 #include "file/call.h"
 #include "file/direct.h"
 #include "file/environment.h"
@@ -22,6 +18,11 @@
 #include "file/names.h"
 #include "file/staging.h"
 #include "file/stripes.h"
+#include "group/agree.h"
+#include "group/counts.h"
+#include "group/parts.h"
+#include "group/ranks.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -127,7 +128,7 @@ struct StagedSave::Plan {
   }  ///< with another save; the ranks wait meanwhile
   void open();
   std::deque<file::Output> outputs() const;
-  std::vector<comm::Counts> counts(file::Output& output) const;
+  std::vector<group::Counts> counts(file::Output& output) const;
   void write_anywhere();
   void write_in_sequence();
   void commit(const std::function<void()>& join, const std::function<void()>& before);
@@ -137,19 +138,19 @@ struct StagedSave::Plan {
 
 /// (2)
 void StagedSave::Plan::open() {
-  const std::string found = comm::agree_on(
+  const std::string found = group::agree_on(
       group, deadline(),
       [&] {
         if (group.rank() != 0) return std::string();
         file::Sizes sizes;
         for (const FilePlan& file : layout->files()) sizes.emplace_back(file.name, file.size());
         staging = std::make_unique<Staging>(*target, std::move(sizes), call.several_hosts, patience());
-        comm::Sender out;
+        group::Sender out;
         for (const bool one : {target->in_place, target->random_writes, target->renames}) out.number(one ? 1 : 0);
         return out.bytes();
       },
-      comm::of_first);
-  comm::Receiver in(found);
+      group::of_first);
+  group::Receiver in(found);
   for (bool* one : {&target->in_place, &target->random_writes, &target->renames}) *one = in.number() != 0;
   if (!target->renames && !target->list_name.empty()) layout->rename_files(target->nonce);
 }
@@ -164,9 +165,9 @@ std::deque<Output> StagedSave::Plan::outputs() const {
 }
 
 /// Returns the counts of this rank while it wrote.
-std::vector<comm::Counts> StagedSave::Plan::counts(Output& output) const {
-  std::vector<comm::Counts> counts = producer != nullptr ? producer->counts : std::vector<comm::Counts>();
-  if (options.checksums) counts.push_back({output.crcs(), Group::Op::kXor});
+std::vector<group::Counts> StagedSave::Plan::counts(Output& output) const {
+  std::vector<group::Counts> counts = producer != nullptr ? producer->counts : std::vector<group::Counts>();
+  if (options.checksums) counts.push_back({output.crcs(), group::Op::kXor});
   return counts;
 }
 
@@ -174,9 +175,10 @@ std::vector<comm::Counts> StagedSave::Plan::counts(Output& output) const {
 void StagedSave::Plan::write_anywhere() {
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
-  comm::Parts parts(group, options.timeout, layout->total(), options.progress);
-  const std::vector<bool> shared =
-      group.moves_blocks() ? have_short_runs(*layout) : std::vector<bool>(layout->tensors().size(), false);
+  group::Parts parts(group, options.timeout, layout->total(), options.progress);
+  const std::vector<bool> shared = group::ranks_of(group).moves_blocks()
+                                       ? have_short_runs(*layout)
+                                       : std::vector<bool>(layout->tensors().size(), false);
   StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false),
                        false);
   std::vector<Mine> alone;
@@ -184,9 +186,9 @@ void StagedSave::Plan::write_anywhere() {
                [&](const Mine& one) { return !shared[one.tensor]; });
   Direct direct(alone, *layout, outputs, false);
   parts.run([&] {
-    const comm::Part striped = stripes.round();  // while any rank has one
+    const group::Part striped = stripes.round();  // while any rank has one
     if (!striped.last) return striped;
-    comm::Part part = direct.part();
+    group::Part part = direct.part();
     part.bytes += striped.bytes;
     if (part.last) {  // a rank finishes what it has written before it tells that this was its last part
       for (Output& one : outputs) one.finish();
@@ -195,9 +197,9 @@ void StagedSave::Plan::write_anywhere() {
     return part;
   });
   written = output.written();
-  const std::vector<comm::Counts> counted = counts(output);
-  comm::join_by_rounds(group, counted, deadline());
-  commit([&] { comm::join_by_blocks(group, counted, patience()); },
+  const std::vector<group::Counts> counted = counts(output);
+  group::join_by_rounds(group, counted, deadline());
+  commit([&] { group::join_by_blocks(group, counted, patience()); },
          [&] {
            if (producer != nullptr && producer->check) producer->check();
            parts.tell();
@@ -208,7 +210,7 @@ void StagedSave::Plan::write_anywhere() {
 
 /// Headers come first here, so that checksums are counted before anything is written.
 void StagedSave::Plan::write_in_sequence() {
-  if (group.size() > 1 && !group.moves_blocks()) {
+  if (group.size() > 1 && !group::ranks_of(group).moves_blocks()) {
     base::fail(Code::kUnsupported,
                "{}: this storage takes files only from front to end, and these ranks cannot send each other what one "
                "of them would write; "
@@ -219,24 +221,24 @@ void StagedSave::Plan::write_in_sequence() {
   Output& output = outputs.front();
   const auto join_and_check = [&] {
     agree(group, deadline(), [&] {
-      comm::join_by_blocks(group, counts(output), patience());
+      group::join_by_blocks(group, counts(output), patience());
       if (group.rank() == 0 && producer != nullptr && producer->check) producer->check();
     });
   };
   if (options.checksums) {
     Direct count(mine, *layout, outputs, true);
-    comm::Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
+    group::Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
     for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
     join_and_check();
-    group.broadcast(std::as_writable_bytes(std::span(output.crcs())), 0, deadline());
+    group::ranks_of(group).broadcast(std::as_writable_bytes(std::span(output.crcs())), 0, deadline());
     layout->set_checksums(output.crcs());
   }
   const std::vector<bool> all(layout->tensors().size(), true);
   StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true),
                        true);
-  comm::Parts parts(group, options.timeout, layout->total(), options.progress);
+  group::Parts parts(group, options.timeout, layout->total(), options.progress);
   parts.run([&] {
-    const comm::Part part = stripes.round();
+    const group::Part part = stripes.round();
     if (part.last) output.finish();
     return part;
   });
@@ -247,7 +249,7 @@ void StagedSave::Plan::write_in_sequence() {
 
 /// (6). `join`: what all ranks do for rank 0, `before`: what that does before it publishes.
 void StagedSave::Plan::commit(const std::function<void()>& join, const std::function<void()>& before) {
-  const std::string names = comm::agree_on(
+  const std::string names = group::agree_on(
       group, deadline(),
       [&] {
         join();
@@ -258,13 +260,13 @@ void StagedSave::Plan::commit(const std::function<void()>& join, const std::func
         texts.list = [&](const std::vector<std::string>& names, const std::set<std::string>& replaced) {
           return list_text(*target, *layout, given.empty() ? "" : given.mapped(), names, replaced);
         };
-        comm::Sender out;
+        group::Sender out;
         for (const std::string& name : staging->commit(texts)) out.text(name);
         staging.reset();
         return out.bytes();
       },
-      comm::of_first);
-  comm::Receiver in(names);
+      group::of_first);
+  group::Receiver in(names);
   for (size_t f = 0; f < layout->files().size(); ++f) layout->rename_file(f, in.text());
 }
 

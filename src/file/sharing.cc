@@ -23,8 +23,9 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
-#include "comm/wire.h"
 #include "file/kinds.h"
+#include "group/ranks.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 #include "tensor/runs.h"
 
@@ -32,8 +33,8 @@ namespace shardow::file {
 namespace {
 
 using base::fail;
-using comm::Receiver;
-using comm::Sender;
+using group::Receiver;
+using group::Sender;
 using std::chrono::milliseconds;
 
 /// Puts pieces together, rank by rank.
@@ -146,10 +147,10 @@ std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::
   const auto join = [&](const std::vector<std::string>& by_rank) {
     Sender out;
     for (const Kind& kind : kinds) out.text(by_rank.at(static_cast<size_t>(kind.ranks[0])));
-    return Group::Decision{packed(out.bytes())};
+    return group::Ranks::Decision{packed(out.bytes())};
   };
-  const std::string all =
-      unpacked(group.decide(tells ? "+" + mine.list() : std::string(), join, base::after(timeout)).common);
+  const std::string all = unpacked(
+      group::ranks_of(group).decide(tells ? "+" + mine.list() : std::string(), join, base::after(timeout)).common);
   for (Receiver in(all); !in.done();) lists.push_back(in.text().substr(1));
   return lists;
 }

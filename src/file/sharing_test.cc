@@ -180,8 +180,8 @@ class LateRank : public Delegate {
 /// Every tensor that some rank has, from all ranks' views.
 std::vector<file::Shared> shared_by(Group& group, std::span<const TensorView> views, milliseconds timeout) {
   const file::Holding held(views);
-  const auto decide = [](const std::vector<std::string>& words) { return Group::Decision{file::sum_up(words)}; };
-  const std::string sum = group.decide(held.words(group.rank()), decide, base::after(timeout)).common;
+  const auto decide = [](const std::vector<std::string>& words) { return group::Ranks::Decision{file::sum_up(words)}; };
+  const std::string sum = group::ranks_of(group).decide(held.words(group.rank()), decide, base::after(timeout)).common;
   return file::shared_from(group, held, sum, timeout);
 }
 

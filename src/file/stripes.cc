@@ -10,6 +10,7 @@
 
 #include "base/turns.h"
 #include "file/feed.h"
+#include "group/ranks.h"
 #include "tensor/dtype.h"
 #include "tensor/runs.h"
 
@@ -153,7 +154,7 @@ StripeWriter::StripeWriter(Group& group, std::chrono::milliseconds timeout, cons
       rounds_(std::move(rounds)),
       sequential_(sequential) {}
 
-comm::Part StripeWriter::round() {
+group::Part StripeWriter::round() {
   if (next_ == rounds_.size()) return {0, true};
   deadline_ = base::after(timeout_ - timeout_ / 4);  // who waited in vain is in time to say so
   const std::vector<Stripe>& stripes = rounds_[next_++];
@@ -210,13 +211,13 @@ void StripeWriter::give(const Stripe& stripe) {
     const auto data = data_of(segment, owned.piece, begin, end);
     message_.insert(message_.end(), data.begin(), data.end());
   });
-  group_.send(message_, stripe.owner, deadline_);
+  group::ranks_of(group_).send(message_, stripe.owner, deadline_);
 }
 
 /// Receives the parts of another rank, `bytes` in all, and puts them into this rank's stripe.
 void StripeWriter::take(const Stripe& stripe, int rank, int64_t bytes) {
   message_.resize(static_cast<size_t>(bytes));
-  group_.recv(message_, rank, deadline_);
+  group::ranks_of(group_).recv(message_, rank, deadline_);
   const std::byte* from = message_.data();
   for_each_part(stripe, layout_, [&](const Segment& segment, const Owned& owned, int64_t begin, int64_t end) {
     if (owned.rank != rank) return;

@@ -8,10 +8,10 @@
 #include <span>
 #include <vector>
 
-#include "comm/parts.h"
 #include "file/feed.h"
 #include "file/layout.h"
 #include "file/output.h"
+#include "group/parts.h"
 #include "shardow/group.h"
 
 namespace shardow::file {
@@ -50,7 +50,7 @@ class StripeWriter {
   StripeWriter(Group& group, std::chrono::milliseconds timeout, const std::vector<Mine>& mine, const Layout& layout,
                Output& output, std::vector<std::vector<Stripe>> rounds, bool sequential);
 
-  comm::Part round();  ///< one stripe of every rank; each rank must have ended the one before well
+  group::Part round();  ///< one stripe of every rank; each rank must have ended the one before well
 
  private:
   std::vector<int64_t> bytes_by_rank(const Stripe& stripe) const;

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "comm/wire.h"
+#include "group/wire.h"
 #include "tensor/coverage.h"
 
 namespace shardow::file {
@@ -50,7 +50,7 @@ std::string Sums::words(int rank, std::span<const Reader::Job> jobs, const std::
       if (wanted_[t].pieces[p].region == jobs[j].view->region) mine[place(t, p)] = sums[j];
     }
   }
-  comm::Sender out;
+  group::Sender out;
   for_each_of(rank, [&](size_t t, size_t p) { out.number(static_cast<int64_t>(mine[place(t, p)])); });
   return out.bytes();
 }
@@ -60,7 +60,7 @@ void Sums::compare(std::span<const std::string> words) const {
   std::vector<uint64_t> by_first(firsts_.back(), 0);
   std::set<size_t> wrong;
   for (size_t rank = 0; rank < words.size(); ++rank) {
-    comm::Receiver in(words[rank]);
+    group::Receiver in(words[rank]);
     for_each_of(static_cast<int>(rank), [&](size_t t, size_t p) {
       const auto sum = static_cast<uint64_t>(in.number());
       if (wanted_[t].pieces[p].holders[0] == static_cast<int>(rank))

@@ -16,10 +16,6 @@
 #include "base/errors.h"
 #include "base/mutex.h"
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/counts.h"
-#include "comm/parts.h"
-#include "comm/wire.h"
 #include "file/call.h"
 #include "file/device.h"
 #include "file/lanes.h"
@@ -29,6 +25,11 @@
 #include "file/reader.h"
 #include "file/sharing.h"
 #include "file/sums.h"
+#include "group/agree.h"
+#include "group/counts.h"
+#include "group/facts.h"
+#include "group/parts.h"
+#include "group/wire.h"
 #include "kernels/sums.h"
 #include "merge/plan.h"
 #include "merge/rules.h"
@@ -39,36 +40,19 @@ namespace shardow {
 namespace merging {
 namespace {
 
-/// What must be the same on all ranks.
-std::string facts(const Plan& plan, const std::vector<std::string>& others) {
-  comm::Sender out;
-  for (const std::string& other : others) out.text(other);
-  out.text(plan.provenance(""));
+/// What must be equal on all ranks; none where there is but one.
+group::Facts facts_of(const Group& group, const Plan& plan) {
+  if (group.size() == 1) return {};
+  group::Facts facts = {{"what is merged", plan.provenance("")}};
   for (const Tensor& tensor : plan.tensors()) {
-    out.text(tensor.name);
-    out.number(static_cast<int64_t>(tensor.dtype));
-    for (const DType dtype : tensor.types) out.number(static_cast<int64_t>(dtype));
-    for (const int64_t size : tensor.shape) out.number(size);
+    std::vector<std::string_view> types;
+    for (const DType dtype : tensor.types) types.push_back(dtype_name(dtype));
+    facts.push_back(
+        {fmt::format("'{}'", tensor.name), fmt::format("{} [{}] of [{}]", dtype_name(tensor.dtype),
+                                                       fmt::join(tensor.shape, ", "), fmt::join(types, ", "))});
   }
-  return out.bytes();
+  return facts;
 }
-
-/// Compares plans and `others`; `plan` is made before.
-comm::Comparison same_plan(const Group& group, const std::optional<Plan>& plan, std::vector<std::string> others) {
-  const auto words = [&, others = std::move(others)] {
-    return group.size() == 1 ? std::string() : std::to_string(comm::digest(facts(*plan, others)));
-  };
-  const auto compare = [](const std::vector<std::string>& all) {
-    const auto other = std::find_if(all.begin(), all.end(), [&](const std::string& one) { return one != all[0]; });
-    if (other != all.end())
-      base::fail(Code::kInvalidArgument, "rank {} was called with other inputs, coefficients or options than rank 0",
-                 other - all.begin());
-    return std::string();
-  };
-  return {words, compare};
-}
-
-constexpr int64_t kStrict = 1, kVerify = 2, kCheckOnly = 4;
 
 /// A merge as all ranks make it, and what they want of it. What one of them asks for, all do.
 struct Agreed {
@@ -82,35 +66,29 @@ Agreed agree_on(Group& group, std::vector<MergeInput> inputs, std::optional<DTyp
                 std::span<const TensorView> tensors, const LoadOptions& options) {
   Agreed agreed;
   std::optional<file::Holding> held;
-  const comm::Comparison same = same_plan(group, agreed.plan, {});
+  std::optional<group::EqualFacts> same;
   const auto look = [&] {
     agreed.plan.emplace(std::move(inputs), dtype);
     file::check_memory(tensors);
-    comm::Sender out;
-    out.number((options.strict ? kStrict : 0) | (options.verify ? kVerify : 0) | (options.check_only ? kCheckOnly : 0));
-    out.text(same.words());
+    group::Sender out;
+    out.text(same.emplace("merge()", facts_of(group, *agreed.plan)).words());
     out.text(held.emplace(tensors).words(group.rank()));
+    out.text(file::asked_by(options));
     return out.bytes();
   };
   const auto sum_up = [&](const std::vector<std::string>& by_rank) {
-    int64_t asked = 0;
-    std::vector<std::string> plans, holdings;
-    for (const std::string& words : by_rank) {
-      comm::Receiver in(words);
-      asked |= in.number();
-      plans.push_back(in.text());
-      holdings.push_back(in.text());
-    }
-    same.sum_up(plans);
-    comm::Sender out;
-    out.number(asked);
-    out.text(file::sum_up(holdings));
+    const auto columns = group::columns(by_rank);
+    group::Sender out;
+    out.text(same->sum_up(columns[0]));
+    out.text(file::sum_up(columns[1]));
+    out.number(file::asked_by_any(columns[2]));
     return out.bytes();
   };
-  const std::string sum = comm::agree_on(group, base::after(options.timeout), look, sum_up);
-  comm::Receiver in(sum);
-  agreed.asked = in.number();
+  const std::string total = group::agree_on(group, base::after(options.timeout), look, sum_up);
+  group::Receiver in(total);
+  same->take(group, in.text(), options.timeout);
   agreed.wanted = file::shared_from(group, *held, in.text(), options.timeout);
+  agreed.asked = in.number();
   return agreed;
 }
 
@@ -192,7 +170,7 @@ class Sums {
   }
 
   /// Counts what this rank has read; check() wants the counts of all.
-  std::vector<comm::Counts> counts() { return {{crcs_, Group::Op::kXor}, {too_large_, Group::Op::kSum}}; }
+  std::vector<group::Counts> counts() { return {{crcs_, group::Op::kXor}, {too_large_, group::Op::kSum}}; }
 
   /// Throws kCorrupt where an input's bytes are not what was saved, among tensors that the ranks together have read
   /// once; of the others `read_once` says no. Throws kInvalidArgument where numbers have become infinite in the dtype
@@ -325,8 +303,8 @@ class Filling {
   Filling(Sums& sums, int threads, std::vector<TensorView> views, std::vector<bool> counted)
       : sums_(sums), threads_(threads), views_(std::move(views)), counted_(std::move(counted)) {}
 
-  comm::Part part() {
-    const comm::PartTime time;
+  group::Part part() {
+    const group::PartTime time;
     const int64_t before = done_;
     lanes_.run(static_cast<size_t>(threads_), [&](size_t) {
       file::Pinned pinned;
@@ -410,10 +388,12 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
     saving.metadata = options.metadata;
     saving.metadata[kMergeKey] = plan->provenance(options.formula);
     saving.progress = options.progress;
-    return file::Request{{{"", std::move(out)}}, path, saving};
+    group::Facts facts = facts_of(group, *plan);
+    facts.push_back({"formula", options.formula});
+    facts.push_back({"verify", options.verify ? "true" : "false"});
+    return file::Request{{{"", std::move(out)}}, path, saving, std::move(facts)};
   };
-  const file::SaveCall call{request, &producer,
-                            same_plan(group, plan, {options.formula, options.verify ? "verify" : ""})};
+  const file::SaveCall call{request, &producer, {}, {}, "merge()"};
   const SaveReport saved = call.begin(group, options.timeout)->write();
   MergeReport report = plan->report();
   report.files = saved.files;
@@ -432,9 +412,9 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   const Plan& plan = *load.plan;
   const std::vector<file::Shared>& wanted = load.wanted;
   LoadReport report =
-      file::match(wanted, as_stored(plan), (load.asked & kStrict) != 0, "the merge", "the inputs").report;
+      file::match(wanted, as_stored(plan), (load.asked & file::kStrict) != 0, "the merge", "the inputs").report;
   report.metadata[kMergeKey] = plan.provenance("");
-  if ((load.asked & kCheckOnly) != 0) return report;
+  if ((load.asked & file::kCheckOnly) != 0) return report;
   std::vector<bool> read_once(plan.tensors().size(), false);
   int64_t total = 0;
   for (const file::Shared& one : wanted) {
@@ -454,13 +434,13 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
     views.push_back(view);
     counted.push_back(piece != one.pieces.end() && piece->holders.front() == group.rank());
   }
-  Sums sums(plan, (load.asked & kVerify) != 0);
+  Sums sums(plan, (load.asked & file::kVerify) != 0);
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
-  comm::Parts parts(group, options.timeout, total, options.progress);
+  group::Parts parts(group, options.timeout, total, options.progress);
   parts.run([&] { return filling.part(); });
-  comm::join_by_rounds(group, sums.counts(), base::after(options.timeout));
+  group::join_by_rounds(group, sums.counts(), base::after(options.timeout));
   agree(group, base::after(options.timeout), [&] {
-    comm::join_by_blocks(group, sums.counts(), base::after(options.timeout - options.timeout / 4));
+    group::join_by_blocks(group, sums.counts(), base::after(options.timeout - options.timeout / 4));
     if (group.rank() == 0) sums.check(read_once, "; what was loaded into holds such sums, and has lost its own values");
     parts.tell();
   });

@@ -1,4 +1,4 @@
-// The checks of a Group's six calls; those of agree() are in conformance_agree.cc.
+// The checks of a Group's five calls; those of agree() are in conformance_agree.cc.
 #include <algorithm>
 #include <exception>
 
@@ -7,13 +7,13 @@
 #include "group_checks.h"
 
 namespace shardow {
-namespace comm {
+namespace group {
 
-GroupCheck check_of(std::string name, void (*body)(Group&, Findings&)) {
+GroupCheck check_of(std::string name, void (*body)(Ranks&, Findings&)) {
   return {std::move(name), [body](Group& group) {
             Findings found;
             try {
-              body(group, found);
+              body(ranks_of(group), found);
             } catch (const Error& error) {
               found.expect(false, "threw {}: {}", base::code_name(error.code()), error.what());
             } catch (const std::exception& error) {
@@ -23,7 +23,7 @@ GroupCheck check_of(std::string name, void (*body)(Group&, Findings&)) {
           }};
 }
 
-void check_in_step(Group& group, Findings& found) {
+void check_in_step(Ranks& group, Findings& found) {
   const std::vector<std::string> all = group.all_gather(fmt::format("rank {}", group.rank()), far());
   found.expect(all.size() == static_cast<size_t>(group.size()), "all_gather() gave {} texts of {} ranks", all.size(),
                group.size());
@@ -34,7 +34,7 @@ void check_in_step(Group& group, Findings& found) {
   }
 }
 
-void check_late(Group& group, Findings& found, const std::function<void(Deadline)>& call) {
+void check_late(Ranks& group, Findings& found, const std::function<void(Deadline)>& call) {
   if (group.size() < 2 || !group.moves_blocks()) return;
   std::byte token{};
   const int late = group.size() - 1;
@@ -55,11 +55,11 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-void all_gather_is_indexed_by_rank(Group& group, Findings& found) {
+void all_gather_is_indexed_by_rank(Ranks& group, Findings& found) {
   check_in_step(group, found);
 }
 
-void all_gather_takes_any_bytes_of_any_length(Group& group, Findings& found) {
+void all_gather_takes_any_bytes_of_any_length(Ranks& group, Findings& found) {
   const auto of = [](size_t r) {
     return r == 0 ? std::string() : std::string("\0\xff\n", 3) + std::string(r * 5000, '\0');
   };
@@ -70,15 +70,15 @@ void all_gather_takes_any_bytes_of_any_length(Group& group, Findings& found) {
   }
 }
 
-void rounds_do_not_mix(Group& group, Findings& found) {
+void rounds_do_not_mix(Ranks& group, Findings& found) {
   for (int round = 0; round < 50; ++round) {
     for (const std::string& one : group.all_gather(std::to_string(round), far()))
       found.expect(one == std::to_string(round), "'{}' arrived in round {}", one.substr(0, 100), round);
   }
 }
 
-Group::Decision joined(const std::vector<std::string>& everybody) {
-  Group::Decision made;
+Ranks::Decision joined(const std::vector<std::string>& everybody) {
+  Ranks::Decision made;
   for (const std::string& one : everybody) {
     made.common += one + ";";
     made.each.push_back("for " + one);
@@ -86,7 +86,7 @@ Group::Decision joined(const std::vector<std::string>& everybody) {
   return made;
 }
 
-void decide_tells_all_what_one_makes_of_everybodys_words(Group& group, Findings& found) {
+void decide_tells_all_what_one_makes_of_everybodys_words(Ranks& group, Findings& found) {
   const int last = group.size() - 1;
   const std::function<std::string(int)> cases[] = {
       [](int r) { return "rank " + std::to_string(r); },
@@ -100,25 +100,25 @@ void decide_tells_all_what_one_makes_of_everybodys_words(Group& group, Findings&
     all.reserve(static_cast<size_t>(group.size()));
     for (int r = 0; r < group.size(); ++r) all.push_back(words(r));
     const std::string mine = words(group.rank());
-    const Group::Answer answer = group.decide(mine, joined, far());
+    const Ranks::Answer answer = group.decide(mine, joined, far());
     found.expect(answer.common == joined(all).common, "decide() gave '{}' to all", answer.common.substr(0, 100));
     found.expect(answer.own == "for " + mine, "decide() gave '{}' to rank {}", answer.own.substr(0, 100), group.rank());
   }
 }
 
-void decide_is_not_asked_where_nobody_has_a_word(Group& group, Findings& found) {
+void decide_is_not_asked_where_nobody_has_a_word(Ranks& group, Findings& found) {
   bool asked = false;
-  const Group::Decide ask = [&](const auto&) {
+  const Ranks::Decide ask = [&](const auto&) {
     asked = true;
-    return Group::Decision{"asked"};
+    return Ranks::Decision{"asked"};
   };
-  const Group::Answer answer = group.decide("", ask, far());
+  const Ranks::Answer answer = group.decide("", ask, far());
   found.expect(!asked && answer.common.empty() && answer.own.empty(), "decide() asked what nothing comes to");
 }
 
-void what_decide_throws_is_thrown_on_every_rank(Group& group, Findings& found) {
+void what_decide_throws_is_thrown_on_every_rank(Ranks& group, Findings& found) {
   for (const bool alike : {true, false}) {
-    const Group::Decide refuse = [](const auto& all) -> Group::Decision {
+    const Ranks::Decide refuse = [](const auto& all) -> Ranks::Decision {
       throw Error(Code::kCorrupt, fmt::format("no {}", all.size()));
     };
     const Caught got = caught([&] { group.decide(alike ? "alike" : std::to_string(group.rank()), refuse, far()); });
@@ -128,30 +128,7 @@ void what_decide_throws_is_thrown_on_every_rank(Group& group, Findings& found) {
   check_in_step(group, found);
 }
 
-void all_reduce_combines_element_by_element(Group& group, Findings& found) {
-  using Values = std::vector<uint64_t>;
-  const auto n = static_cast<uint64_t>(group.size());
-  const auto r = static_cast<uint64_t>(group.rank());
-  const uint64_t all_bits = n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0};
-  const struct {
-    const char* name;
-    Group::Op op;
-    Values mine, expected;
-  } cases[] = {
-      {"sum, which wraps", Group::Op::kSum, {r, 1, r == 0 ? ~uint64_t{0} : 1}, {n * (n - 1) / 2, n, n - 2}},
-      {"max", Group::Op::kMax, {r, n - r, ~r}, {n - 1, n, ~uint64_t{0}}},
-      {"xor", Group::Op::kXor, {r < 64 ? uint64_t{1} << r : 0, 5}, {all_bits, n % 2 * 5}},
-      {"sum of nothing", Group::Op::kSum, {}, {}},
-  };
-  for (const auto& [name, op, mine, expected] : cases) {
-    Values values = mine;
-    group.all_reduce(values, op, far());
-    found.expect(values == expected, "all_reduce({}) gave [{}], not [{}]", name, fmt::join(values, ", "),
-                 fmt::join(expected, ", "));
-  }
-}
-
-void broadcast_copies_from_any_root(Group& group, Findings& found) {
+void broadcast_copies_from_any_root(Ranks& group, Findings& found) {
   for (int root = 0; root < group.size(); ++root) {
     Bytes bytes(1000, std::byte(group.rank()));
     group.broadcast(bytes, root, far());
@@ -160,7 +137,7 @@ void broadcast_copies_from_any_root(Group& group, Findings& found) {
   }
 }
 
-void blocks_arrive_in_order(Group& group, Findings& found) {
+void blocks_arrive_in_order(Ranks& group, Findings& found) {
   if (!group.moves_blocks()) return;
   for (int from = 0; from < group.size(); ++from) {
     for (int to = 0; to < group.size(); ++to) {
@@ -177,7 +154,7 @@ void blocks_arrive_in_order(Group& group, Findings& found) {
   }
 }
 
-void an_empty_block_is_a_block(Group& group, Findings&) {
+void an_empty_block_is_a_block(Ranks& group, Findings&) {
   if (group.size() < 2 || group.rank() > 1 || !group.moves_blocks()) return;
   group.rank() == 0 ? group.send({}, 1, far()) : group.recv({}, 0, far());
 }
@@ -188,7 +165,7 @@ void refused(Findings& found, const char* what, int peer, const std::function<vo
                what, peer, got.thrown ? base::code_name(got.code) : "accepted", got.message);
 }
 
-void a_rank_has_no_block_for_itself_or_for_nobody(Group& group, Findings& found) {
+void a_rank_has_no_block_for_itself_or_for_nobody(Ranks& group, Findings& found) {
   if (!group.moves_blocks()) return;
   for (const int peer : {group.rank(), -1, group.size()}) {
     refused(found, "send() to", peer, [&] { group.send({}, peer, far()); });
@@ -196,18 +173,15 @@ void a_rank_has_no_block_for_itself_or_for_nobody(Group& group, Findings& found)
   }
 }
 
-void broadcast_from_nobody_is_refused_everywhere(Group& group, Findings& found) {
+void broadcast_from_nobody_is_refused_everywhere(Ranks& group, Findings& found) {
   Bytes bytes(3, std::byte{1});
   for (const int root : {-1, group.size()})
     refused(found, "broadcast() from", root, [&] { group.broadcast(bytes, root, far()); });
   found.expect(bytes == Bytes(3, std::byte{1}), "a refused broadcast() changed its bytes");
 }
 
-void a_late_rank_gets_the_others_timeout_and_the_group_goes_on(Group& group, Findings& found) {
+void a_late_rank_gets_the_others_timeout_and_the_group_goes_on(Ranks& group, Findings& found) {
   check_late(group, found, [&](Deadline deadline) { group.all_gather("", deadline); });
-  std::vector<uint64_t> values{3};
-  check_late(group, found, [&](Deadline deadline) { group.all_reduce(values, Group::Op::kSum, deadline); });
-  found.expect(values[0] == 3, "an all_reduce() that failed changed its values");
   for (const char* const words : {"", "some"})
     check_late(group, found, [&](Deadline deadline) { group.decide(words, joined, deadline); });
   std::byte byte{};
@@ -215,10 +189,10 @@ void a_late_rank_gets_the_others_timeout_and_the_group_goes_on(Group& group, Fin
 }
 
 }  // namespace
-}  // namespace comm
+}  // namespace group
 
 std::vector<GroupCheck> group_checks() {
-  using namespace comm;
+  using namespace group;
 #define SHARDOW_CHECK(body) check_of(#body, body)
   std::vector<GroupCheck> checks = {
       SHARDOW_CHECK(all_gather_is_indexed_by_rank),
@@ -227,7 +201,6 @@ std::vector<GroupCheck> group_checks() {
       SHARDOW_CHECK(decide_tells_all_what_one_makes_of_everybodys_words),
       SHARDOW_CHECK(decide_is_not_asked_where_nobody_has_a_word),
       SHARDOW_CHECK(what_decide_throws_is_thrown_on_every_rank),
-      SHARDOW_CHECK(all_reduce_combines_element_by_element),
       SHARDOW_CHECK(broadcast_copies_from_any_root),
       SHARDOW_CHECK(blocks_arrive_in_order),
       SHARDOW_CHECK(an_empty_block_is_a_block),

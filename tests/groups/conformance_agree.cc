@@ -2,15 +2,16 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <numeric>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
 
 #include "base/errors.h"
-#include "comm/agree.h"
 #include "findings.h"
+#include "group/agree.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 namespace {
 
 void expect_error(Findings& found, const Caught& got, Code code, std::string_view says) {
@@ -21,16 +22,18 @@ void expect_error(Findings& found, const Caught& got, Code code, std::string_vie
   found.expect(got.message.find(says) != std::string::npos, "agree() said '{}', without '{}'", got.message, says);
 }
 
-void agree_runs_fn_once_on_every_rank(Group& group, Findings& found) {
+void agree_runs_fn_once_on_every_rank(Ranks& group, Findings& found) {
   uint64_t calls = 0;
   agree(group, far(), [&] { ++calls; });
   found.expect(calls == 1, "fn ran {} times", calls);
-  group.all_reduce({&calls, 1}, Group::Op::kSum, far());
+  const auto by_rank = group.all_gather(std::to_string(calls), far());
+  calls = std::accumulate(by_rank.begin(), by_rank.end(), uint64_t{0},
+                          [](uint64_t sum, const std::string& own) { return sum + std::stoull(own); });
   found.expect(calls == static_cast<uint64_t>(group.size()), "fn ran {} times on {} ranks", calls, group.size());
 }
 
 /// `failing(rank)` throw Error{kCorrupt, "file of rank <r>"}; checks what each rank gets, and that the group works on.
-void check_agree(Group& group, Findings& found, const std::function<bool(int)>& failing) {
+void check_agree(Ranks& group, Findings& found, const std::function<bool(int)>& failing) {
   std::vector<int> failed;
   for (int r = 0; r < group.size(); ++r) {
     if (failing(r)) failed.push_back(r);
@@ -52,22 +55,22 @@ void check_agree(Group& group, Findings& found, const std::function<bool(int)>& 
   check_in_step(group, found);
 }
 
-void agree_makes_one_ranks_error_everybodys(Group& group, Findings& found) {
+void agree_makes_one_ranks_error_everybodys(Ranks& group, Findings& found) {
   for (int bad = 0; bad < group.size(); ++bad) check_agree(group, found, [bad](int r) { return r == bad; });
 }
 
-void agree_names_all_ranks_that_failed(Group& group, Findings& found) {
+void agree_names_all_ranks_that_failed(Ranks& group, Findings& found) {
   check_agree(group, found, [](int r) { return r % 2 == 0 && r < 64; });
   check_agree(group, found, [n = group.size()](int r) { return r == n - 1 || r == n / 2; });
 }
 
-void agree_leaves_every_rank_its_own_error_when_all_fail(Group& group, Findings& found) {
+void agree_leaves_every_rank_its_own_error_when_all_fail(Ranks& group, Findings& found) {
   check_agree(group, found, [](int) { return true; });
 }
 
 /// The last rank throws `thrown`, which agree() must leave as it is there, and make kPeerFailed of elsewhere.
 template <typename Thrown>
-void check_foreign(Group& group, Findings& found, const Thrown& thrown, std::string_view says) {
+void check_foreign(Ranks& group, Findings& found, const Thrown& thrown, std::string_view says) {
   const int last = group.size() - 1;
   bool own = false;
   const Caught got = caught([&] {
@@ -84,13 +87,13 @@ void check_foreign(Group& group, Findings& found, const Thrown& thrown, std::str
   if (group.rank() != last) expect_error(found, got, Code::kPeerFailed, says);
 }
 
-void agree_carries_exceptions_of_any_type(Group& group, Findings& found) {
+void agree_carries_exceptions_of_any_type(Ranks& group, Findings& found) {
   check_foreign(group, found, std::out_of_range("index 9"),
                 fmt::format("rank {} of {} failed: index 9", group.size() - 1, group.size()));
   check_foreign(group, found, 42, fmt::format("rank {}", group.size() - 1));
 }
 
-void agree_carries_errno(Group& group, Findings& found) {
+void agree_carries_errno(Ranks& group, Findings& found) {
   try {
     agree(group, far(), [&] {
       if (group.rank() == group.size() - 1) throw Error(Code::kOutOfSpace, "the disk of one", ENOSPC);
@@ -103,7 +106,7 @@ void agree_carries_errno(Group& group, Findings& found) {
   }
 }
 
-void agree_takes_an_error_of_the_file_system_for_what_it_means(Group& group, Findings& found) {
+void agree_takes_an_error_of_the_file_system_for_what_it_means(Ranks& group, Findings& found) {
   const Caught got = caught([&] {
     agree(group, far(), [&] {
       if (group.rank() == 0)
@@ -115,7 +118,7 @@ void agree_takes_an_error_of_the_file_system_for_what_it_means(Group& group, Fin
 }
 
 /// A rank that waited in vain learns of the failure that made it wait, whatever its type.
-void what_is_about_others_gives_way_to_what_they_say(Group& group, Findings& found) {
+void what_is_about_others_gives_way_to_what_they_say(Ranks& group, Findings& found) {
   const int last = group.size() - 1;
   for (const bool foreign : {false, true}) {
     for (const Code waited : {Code::kTimeout, Code::kPeerFailed}) {
@@ -141,7 +144,7 @@ void what_is_about_others_gives_way_to_what_they_say(Group& group, Findings& fou
 }
 
 /// A step that took longer than its deadline is told all the same, and what each rank returned arrives.
-void agree_tells_after_the_deadline_and_what_was_returned(Group& group, Findings& found) {
+void agree_tells_after_the_deadline_and_what_was_returned(Ranks& group, Findings& found) {
   const Deadline passed = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
   const auto late = [&] {
     std::this_thread::sleep_until(passed + std::chrono::milliseconds(5));
@@ -154,7 +157,7 @@ void agree_tells_after_the_deadline_and_what_was_returned(Group& group, Findings
   found.expect(all == expected, "'{}' arrived, not '{}'", all, expected);
 }
 
-void agree_takes_an_empty_message_for_a_failure(Group& group, Findings& found) {
+void agree_takes_an_empty_message_for_a_failure(Ranks& group, Findings& found) {
   const Caught got = caught([&] {
     agree(group, far(), [&] {
       if (group.rank() == 0) throw Error(Code::kIo, "");
@@ -163,7 +166,7 @@ void agree_takes_an_empty_message_for_a_failure(Group& group, Findings& found) {
   expect_error(found, got, Code::kIo, "");
 }
 
-void agree_shortens_long_messages_between_characters(Group& group, Findings& found) {
+void agree_shortens_long_messages_between_characters(Ranks& group, Findings& found) {
   std::string message = "x";
   while (message.size() < 10000) message += "\xc3\xa9";  // one character of two bytes
   const Caught got = caught([&] {
@@ -181,7 +184,7 @@ void agree_shortens_long_messages_between_characters(Group& group, Findings& fou
 }
 
 /// Counts what is asked of a Group.
-class Counted final : public Group {
+class Counted final : public Ranks {
   template <typename Fn>
   auto counted(size_t bytes, Fn fn) {
     ++calls;
@@ -190,20 +193,18 @@ class Counted final : public Group {
   }
 
  public:
-  explicit Counted(Group& group) : group_(group) {}
+  explicit Counted(Ranks& group) : group_(group) {}
   int calls = 0;
   size_t sent = 0;
 
   int rank() const noexcept override { return group_.rank(); }
   int size() const noexcept override { return group_.size(); }
+  void begin(std::string_view, std::chrono::milliseconds) override {}
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     return counted(mine.size(), [&] { return group_.all_gather(mine, deadline); });
   }
   Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
     return counted(mine.size(), [&] { return group_.decide(mine, decide, deadline); });
-  }
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    counted(values.size_bytes(), [&] { group_.all_reduce(values, op, deadline); });
   }
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
     counted(bytes.size(), [&] { group_.broadcast(bytes, root, deadline); });
@@ -216,10 +217,10 @@ class Counted final : public Group {
   }
 
  private:
-  Group& group_;
+  Ranks& group_;
 };
 
-void agree_is_one_call_and_only_who_fails_has_words(Group& group, Findings& found) {
+void agree_is_one_call_and_only_who_fails_has_words(Ranks& group, Findings& found) {
   for (const int bad : {-1, group.size() - 1}) {
     Counted counted(group);
     const Caught got = caught([&] {
@@ -233,11 +234,11 @@ void agree_is_one_call_and_only_who_fails_has_words(Group& group, Findings& foun
   }
 }
 
-void agree_times_out_together(Group& group, Findings& found) {
+void agree_times_out_together(Ranks& group, Findings& found) {
   check_late(group, found, [&](Deadline deadline) { agree(group, deadline, [] {}); });
 }
 
-void an_own_error_outlives_the_timeout_of_agree(Group& group, Findings& found) {
+void an_own_error_outlives_the_timeout_of_agree(Ranks& group, Findings& found) {
   if (group.size() < 2 || !group.moves_blocks()) return;
   std::byte token{};
   const int late = group.size() - 1;
@@ -276,4 +277,4 @@ std::vector<GroupCheck> agree_checks() {
 #undef SHARDOW_CHECK
 }
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -4,26 +4,24 @@
 #include <optional>
 #include <string>
 
-#include "shardow/detail/store.h"
-#include "shardow/group.h"
+#include "group/ranks.h"
+#include "shardow/store.h"
 
 namespace shardow {
 
-class Delegate : public Group {
+class Delegate : public group::Ranks {
  public:
-  explicit Delegate(Group& group) : group_(group) {}
+  explicit Delegate(Group& group) : group_(group::ranks_of(group)) {}
 
   int rank() const noexcept override { return group_.rank(); }
   int size() const noexcept override { return group_.size(); }
+  void begin(std::string_view, std::chrono::milliseconds) override {}
   bool moves_blocks() const noexcept override { return group_.moves_blocks(); }
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     return group_.all_gather(mine, deadline);
   }
   Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
     return group_.decide(mine, decide, deadline);
-  }
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    group_.all_reduce(values, op, deadline);
   }
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
     group_.broadcast(bytes, root, deadline);
@@ -32,7 +30,7 @@ class Delegate : public Group {
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override { group_.recv(bytes, from, deadline); }
 
  protected:
-  Group& group_;
+  group::Ranks& group_;
 };
 
 /// A Store that does as another, which is asked for before each call, but for what a test overrides; append() is

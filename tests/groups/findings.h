@@ -10,11 +10,12 @@
 #include <vector>
 
 #include "base/turns.h"
+#include "group/ranks.h"
 #include "group_checks.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 /// What a check found wrong, so far: it goes on, since other ranks wait for it.
 class Findings {
@@ -56,14 +57,14 @@ Caught caught(Fn&& fn) {
 }
 
 /// A check whose body is `body`.
-GroupCheck check_of(std::string name, void (*body)(Group&, Findings&));
+GroupCheck check_of(std::string name, void (*body)(Ranks&, Findings&));
 
 /// An all_gather that works: the group is in step.
-void check_in_step(Group& group, Findings& found);
+void check_in_step(Ranks& group, Findings& found);
 
 /// `call` with a deadline, to which the last rank comes when the others have given up, as it knows by blocks from them.
-void check_late(Group& group, Findings& found, const std::function<void(Deadline)>& call);
+void check_late(Ranks& group, Findings& found, const std::function<void(Deadline)>& call);
 
 std::vector<GroupCheck> agree_checks();
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 INSIDE = {
     ".py": r"\._core\b|\bimport _core\b|\bcompat\.ways\b"
     r"|\bshardow\.(_core|averages|base|checkpoints|distributed|files|merging|model|start)\b",
-    ".cc": r'#include "(average|base|cli|comm|ema|file|kernels|merge|mpi|posthoc|tensor)/|custom_group',
+    ".cc": r'#include "(average|base|cli|group|ema|file|kernels|merge|mpi|posthoc|tensor)/|custom_group',
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from functools import cache, partial
@@ -85,3 +86,9 @@ def test_the_pages_background_save_is_what_the_other_program_saves(program_of: P
     written = ran(tmp_path, program_of("cmake", 1), 2)
     well(written, "rank 0 wrote 128000 bytes", "rank 1 wrote 128000 bytes")
     assert (tmp_path / "background.safetensors").read_bytes() == (tmp_path / "run" / "ema.safetensors").read_bytes()
+
+
+def test_the_pages_store_makes_a_group(program_of: Program, tmp_path: Path) -> None:
+    well(ran(tmp_path, program_of("cmake", 2)), "rank 0 of 2 has saved", "rank 1 of 2 has saved")
+    saved = (tmp_path / "w.safetensors").read_bytes()
+    assert struct.unpack("<4f", saved[8 + int.from_bytes(saved[:8], "little") :]) == (0.0, 0.0, 1.0, 2.0)

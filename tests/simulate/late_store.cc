@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "comm/memory_store.h"
+#include "group/memory_store.h"
 
 namespace shardow::simulated {
 
@@ -31,12 +31,12 @@ bool LateStore::check(const std::string& key) {
 
 int64_t LateStore::add(const std::string& key, int64_t amount) {
   reach("add");
-  return comm::added(shelf_->values, key, amount);
+  return group::added(shelf_->values, key, amount);
 }
 
 std::string LateStore::compare_set(const std::string& key, const std::string& expected, const std::string& desired) {
   reach("compare_set");
-  const std::string value = comm::compared(shelf_->values, key, expected, desired);
+  const std::string value = group::compared(shelf_->values, key, expected, desired);
   simulation_.notify(shelf_.get());
   return takes_own_verdict_ && expected.empty() ? desired : value;
 }

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardow/detail/store.h"
+#include "shardow/store.h"
 #include "simulation.h"
 
 namespace shardow::simulated {

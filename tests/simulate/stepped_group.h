@@ -1,6 +1,7 @@
 // The Group of simulated ranks: each call is a step of its rank.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -10,14 +11,14 @@
 #include <utility>
 #include <vector>
 
-#include "shardow/group.h"
+#include "group/ranks.h"
 
 namespace shardow::simulated {
 
 /// What leaves a rank that has died.
 struct Died {};
 
-class SteppedGroup final : public Group {
+class SteppedGroup final : public group::Ranks {
  public:
   /// What World says of the rank.
   struct Rank {
@@ -45,21 +46,23 @@ class SteppedGroup final : public Group {
     if (own_word) all.assign(all.size(), std::string(mine));
     return all;
   }
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override {
-    world_.come("all_reduce");
-    group_->all_reduce(values, op, until(deadline));
+  Answer decide(std::string_view own, const Decide& decide, Deadline deadline) override {
+    const std::vector<std::string> by_rank = all_gather(own, deadline);
+    if (std::all_of(by_rank.begin(), by_rank.end(), [](const std::string& words) { return words.empty(); })) return {};
+    Decision made = decide(by_rank);
+    return {std::move(made.common), made.each.empty() ? "" : std::move(made.each.at(static_cast<size_t>(rank_)))};
   }
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
     world_.come("broadcast");
-    group_->broadcast(bytes, root, until(deadline));
+    group::ranks_of(*group_).broadcast(bytes, root, until(deadline));
   }
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
     world_.come("send");
-    group_->send(bytes, to, until(deadline));
+    group::ranks_of(*group_).send(bytes, to, until(deadline));
   }
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
     world_.come("recv");
-    group_->recv(bytes, from, until(deadline));
+    group::ranks_of(*group_).recv(bytes, from, until(deadline));
   }
 
  private:

@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "shardow/average.h"
-#include "shardow/detail/store.h"
 #include "shardow/error.h"
 #include "shardow/group.h"
 #include "shardow/libtorch.h"
+#include "shardow/store.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::libtorch {

@@ -28,9 +28,9 @@ from shardow.averages.torch_rules import OtherMemory
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import EqualStates, RankGroup, Step, equal_facts
 from shardow.files.reading import choose
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.names import unwrapped
 from shardow.model.parts import Held
@@ -119,8 +119,8 @@ class Averages:
         self._engine = with_memory(make)
         own = {"options": self._engine.state(), "replicas": options.replicas}
         facts = {**facts_of(tracked), **own} if self.ranks.size > 1 else {}
-        copies = EqualCopies("EMA(...)", map(common_weight, self.tracked_weights()), self.ranks)
-        return Step(None, [EqualFacts("EMA(...)", facts, self.ranks), copies, self.ranks.join("EMA")])
+        copies = equal_copies("EMA(...)", map(common_weight, self.tracked_weights()), self.ranks)
+        return Step(None, [equal_facts("EMA(...)", facts, self.ranks), copies, self.ranks.join("EMA")])
 
     @property
     def engine(self) -> _core.Average:
@@ -166,19 +166,19 @@ class Averages:
             facts = self.asked(decay)()
             fn()
             weights = [common_of(row.local) for row in self.tracked_weights()] if self.splits else []
-            copies = EqualCopies(what, weights, self.ranks, way_out)
+            copies = equal_copies(what, weights, self.ranks, way_out)
             return Step(self.keys.index(facts["decay"]), [copies, self.states(what, facts)])
 
         return self.ranks.step(what, prepare)
 
-    def states(self, what: str, facts: Facts) -> _state.EqualStates:
+    def states(self, what: str, facts: Facts) -> EqualStates:
         """Returns the comparison of the averages' states on their ranks."""
         self.unfrozen.look(everywhere=True)
-        return _state.EqualStates(what, self.ranks, self.engine.state(), facts)
+        return EqualStates(what, self.ranks, self.engine.state(), facts)
 
     def handing_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
-    ) -> Step[_state.EqualStates]:
+    ) -> Step[EqualStates]:
         """Returns the step before one rank's bytes stand for all that hold the same; its value has the state of all
         ranks in the end. ``others``: what of the model is handed out too, wherever it lies now. ``asked()``: as
         together()'s. May raise."""
@@ -189,7 +189,7 @@ class Averages:
             weights = set(self.view.parameters)
             common += [common_of(local) for local in others() if local in weights]
         states = self.states(what, facts)
-        return Step(states, [EqualCopies(what, common, self.ranks), states])
+        return Step(states, [equal_copies(what, common, self.ranks), states])
 
     def tracked_weights(self) -> list[Tracked]:
         """Without buffers, of which each rank has its own: batch statistics."""

@@ -15,18 +15,17 @@ import torch
 
 from shardow import _core, errors
 from shardow.averages import lineage
-from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.averages.state_dict import Decay, OptionsFrom, renew_keys
 from shardow.base.checks import invalid, one_of, whole
 from shardow.base.progress import Progress
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import Equal, EqualStates, RankGroup, Step, equal_facts
 from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
 from shardow.files.reading import choose
 from shardow.model import dtypes
-from shardow.model.equal import Common, EqualCopies, common_of
+from shardow.model.equal import Common, common_of, equal_copies
 from shardow.model.extra_state import extra_states
 from shardow.model.local import refuse_all_odd
 from shardow.model.saved_form import saved_form
@@ -266,12 +265,12 @@ class _FileLoad(engine.Load):
         self._averages, self._path, self._options, self._strict = averages, path, options, strict
         self._facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
 
-    def look(self) -> EqualFacts:
+    def look(self) -> Equal:
         self._averages.swap.refuse("load()")
         one_of("options", self._options, ("file", "own"))
         self._where = paths.to_read(self._path)
         self.taking = Taking(self._averages, self._options)
-        return EqualFacts("load()", {**self._facts, "path": self._where})
+        return equal_facts("load()", {**self._facts, "path": self._where}, self._averages.ranks, whole=True)
 
     def find(self) -> tuple[str, list[str], bytes]:
         return self._where, self.taking.loading.names_at(self._where), b""
@@ -301,8 +300,8 @@ def to_save_beside(
 
         def prepare() -> Step[None]:
             common = [common_of(row.local, average) for row in averages.tracked_weights() for average in row.averages]
-            states = _state.EqualStates(what, savers, averages.engine.state(), {})
-            return Step(None, [EqualCopies(what, common, savers), states])
+            states = EqualStates(what, savers, averages.engine.state(), {})
+            return Step(None, [equal_copies(what, common, savers), states])
 
         savers.step(what, prepare)
     return dict(zip(averages.keys, files, strict=True))

@@ -15,7 +15,7 @@ from shardow import _core
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
 from shardow.distributed import gather
-from shardow.distributed.rank_group import Comparison, RankGroup
+from shardow.distributed.rank_group import RankGroup
 from shardow.model.dtensor import region_of
 from shardow.model.local import oddity, refuse_expanded
 from shardow.model.match import Fit, compare
@@ -168,27 +168,3 @@ def copy_streamed(gatherer: gather.Gatherer, target: ModelView) -> None:
             gather.take(full, place.region, flat)
             place.put(flat)
     target.reshard()
-
-
-class EqualStates(Comparison):
-    """Raises ValueError on every rank where ranks have made other updates, or differ in options or ``facts``.
-    ``state``: this rank's, and in the end with what each rank counts for itself summed over the ranks."""
-
-    def __init__(self, what: str, ranks: RankGroup, state: str, facts: Mapping[str, Any]) -> None:
-        self._what, self._ranks, self.state, self._facts = what, ranks, state, facts
-
-    def words(self) -> bytes:
-        if self._ranks.size == 1:
-            return b""
-        self._words = _core.StateWords(self._what, self.state, [(k, repr(fact)) for k, fact in self._facts.items()])
-        return self._words.words
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._words.sum_up(by_rank) if all(by_rank) else b""  # where a rank has none, facts say so
-
-    def take(self, total: bytes) -> None:
-        """Collective: a round where options or facts differ."""
-        if self._ranks.size > 1:
-            self.state = self._ranks.met(
-                self._what, lambda: self._words.state_of_all(self._ranks.group, total, self._ranks.timeout)
-            )

@@ -14,7 +14,7 @@ from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.base.checks import instance, one_of, warn
 from shardow.distributed.gather import Gatherer
-from shardow.distributed.rank_group import EqualFacts, Step
+from shardow.distributed.rank_group import Step, equal_facts
 from shardow.files.reading import choose
 from shardow.model.extra_state import extra_states
 from shardow.model.local import oddity, refuse_all_odd
@@ -46,7 +46,7 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         averages.engine.set_state(text, getattr(_core.OptionsFrom, options))
         renew_keys(averages, "load_state_dict()", changed)
         facts = {"strict": bool(strict), "options": str(options)}
-        return Step(checked, [EqualFacts("load_state_dict()", facts)])
+        return Step(checked, [equal_facts("load_state_dict()", facts, averages.ranks)])
 
     with averages.or_as_before():
         copies, report = averages.ranks.step("load_state_dict()", check)

@@ -23,16 +23,15 @@ from torch import nn
 from shardow import _core
 from shardow.averages.core import Averages
 from shardow.averages.persistence import common_beside, to_save_beside
-from shardow.averages.state import EqualStates
 from shardow.base import plain
 from shardow.base.checks import instance, invalid
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import DIFFERENT, Comparison, EqualFacts, Joint, RankGroup, Step
+from shardow.distributed.rank_group import Comparison, EqualStates, Joint, RankGroup, Step, equal_facts
 from shardow.ema import EMA
 from shardow.files.engine import FileParts, with_extra
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, EqualCopies, common_of
+from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
 from shardow.model.parts import Held, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import ModelView
@@ -125,8 +124,8 @@ def files_to_save(
         own = None if given.averages is None else given.averages._averages
         averages = own if own is not None and own.ranks.group is ranks.group else None
         keys = [] if own is None else list(own.keys)
-        copies = EqualCopies(WHAT, _common(mine, averages), ranks)
-        facts = EqualFacts(WHAT, _facts(step, mine, keys), ranks)
+        copies = equal_copies(WHAT, _common(mine, averages), ranks)
+        facts = equal_facts(WHAT, _facts(step, mine, keys), ranks)
         longest, trees = _Longest(mine.random), _Trees(mine.trees, ranks)
         states = None if averages is None else averages.states(WHAT, {})
         return Step((given, mine, longest, trees, states), [copies, facts, longest, trees, states or Joint()])
@@ -213,7 +212,7 @@ class _Trees(Comparison):
         return _digest(self.trees)
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return DIFFERENT if len(set(by_rank)) > 1 else b""
+        return b"!" if len(set(by_rank)) > 1 else b""
 
     def take(self, total: bytes) -> None:
         if total:

@@ -4,8 +4,6 @@ missing. And what ranks compare in a step: each rank's words, and on one rank wh
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core, errors
-from shardow.base.checks import instance, invalid
+from shardow.base.checks import instance
 from shardow.distributed.store_group import ANSWER, MISSING, StoreGroup, store_group
 from shardow.distributed.transfers import begun, broadcast, carrier, default_timeout, empty, finish
 
@@ -67,14 +65,25 @@ class RankGroup:
             joint.parts = prepared[0].compared
             return joint.words()
 
+        joint.take(self._agree_on(what, words, joint.sum_up, begun, behind))
+        return prepared[0].value
+
+    def _agree_on(
+        self, what: str, fn: Callable[[], bytes], weigh: Callable[[list[bytes]], bytes], begun: bool = False,
+        behind: float = 0.0,
+    ) -> bytes:  # fmt: skip
+        own: list[bytes] = []
+
+        def words() -> bytes:
+            own.append(fn())
+            return own[0]
+
         try:
-            total = _core.agree_on(self.group, what + self._whose, self.timeout, words, joint.sum_up, behind)
+            return _core.agree_on(self.group, what + self._whose, self.timeout, words, weigh, behind)
         except TimeoutError as error:
-            if prepared and self.size > 1:
+            if own and self.size > 1:
                 raise _told(what, error, begun) from None
             raise
-        joint.take(total)
-        return prepared[0].value
 
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
         """Makes a step that compares nothing: fn() on every rank, or an error on all."""
@@ -93,12 +102,7 @@ class RankGroup:
 
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
-
-        def prepare() -> Step[_First]:
-            first = _First(step() if self.rank == 0 else b"")
-            return Step(first, [first])
-
-        return self.step(what, prepare).text
+        return self._agree_on(what, lambda: step() if self.rank == 0 else b"", lambda by_rank: by_rank[0])
 
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where no rank has any. What it
@@ -196,10 +200,6 @@ def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
     return errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
 
 
-DIFFERENT = b"!"  # what words come to that another round looks into
-_SHORT = 400  # bytes of facts that every rank sends: of words of that length the engine sends equal ones once
-
-
 class Comparison(ABC):
     """One comparison. What words() raises on one rank, and sum_up(), all raise."""
 
@@ -250,67 +250,61 @@ class Looked(ABC):
         return self._looked.sum_up(by_rank)
 
 
-class EqualFacts(Comparison):
-    """Facts that must be equal on all ranks: JSON values by name. ``ranks``: whose ranks tell each other long ones in
-    another round, where they differ; None: they are short."""
+class Equal(Comparison):
+    """A comparison of the engine's (src/group/facts.h) in a step of ``what``."""
 
-    def __init__(self, what: str, facts: Mapping[str, Any], ranks: RankGroup | None = None) -> None:
-        self._what, self._ranks = what, ranks
-        self._text = b"" if ranks is not None and ranks.size == 1 else json.dumps(facts, default=repr).encode()
+    def __init__(self, what: str, ranks: RankGroup, own: _core.Compared) -> None:
+        self._what, self._ranks, self.own = what, ranks, own
 
     def words(self) -> bytes:
-        if self._ranks is None or len(self._text) <= _SHORT:
-            return self._text
-        return b"#" + hashlib.sha256(_sorted(self._text)).digest()
+        return self.own.words() if self._ranks.size > 1 else b""
 
     def sum_up(self, by_rank: list[bytes]) -> bytes:
-        is_whole = self._ranks is None or all(text.startswith(b"{") for text in by_rank)
-        if len({*map(_sorted, {*by_rank})} if is_whole else {*by_rank}) == 1:
-            return b""
-        return self._refuse(by_rank) if is_whole else DIFFERENT
+        return self.own.sum_up(by_rank)
 
     def take(self, total: bytes) -> None:
-        if total and self._ranks is not None:
-            self._ranks.decide(self._what, self._text, self._refuse)
-
-    def _refuse(self, texts: list[bytes]) -> bytes:
-        raise invalid(f"{self._what}: ranks disagree. {_difference([json.loads(text) for text in texts])}")
-
-
-class EqualUpdates(Comparison):
-    """How many updates ranks have made of their parts of the averages."""
-
-    def __init__(self, what: str, updates: int) -> None:
-        self._what, self._updates = what, updates
-
-    def words(self) -> bytes:
-        return str(self._updates).encode()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        counts = sorted(map(int, by_rank))
-        if counts[0] < counts[-1]:
-            raise invalid(
-                f"{self._what}: some ranks have made {counts[0]} updates of their parts of the averages, others "
-                f"{counts[-1]}; call update() on every rank after each step (not under `if rank == 0`), or load the "
-                "last state on all of them"
-            )
-        return b""
+        """Collective: another round where anything differs, which names it."""
+        if total:
+            ranks = self._ranks
+            ranks.met(self._what, lambda: self.own.take(ranks.group, total, ranks.timeout))
 
 
-class _First(Comparison):
-    """Gives every rank the text of rank 0."""
+def equal_facts(what: str, facts: Mapping[str, Any], ranks: RankGroup, whole: bool = False) -> Equal:
+    """Compares facts that must be equal on all ranks, and those of a dict by their names. ``whole``: however long they
+    are, they travel in one round."""
+    return Equal(what, ranks, _core.EqualFacts(what, listed(facts) if ranks.size > 1 else [], whole))
 
-    def __init__(self, text: bytes) -> None:
-        self.text = text
 
-    def words(self) -> bytes:
-        return self.text
+def equal_updates(what: str, updates: int, ranks: RankGroup) -> Equal:
+    """Compares how many updates ranks have made of their parts of the averages."""
+    name, way_out = _core.UPDATES
+    return Equal(what, ranks, _core.EqualFacts(what, [(name, str(updates), way_out, "")]))
 
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return by_rank[0]
 
-    def take(self, total: bytes) -> None:
-        self.text = total
+class EqualStates(Equal):
+    """Compares states of averages, and facts. ``state``: this rank's, and in the end with what each rank counts for
+    itself summed over the ranks."""
+
+    own: _core.EqualStates
+
+    def __init__(self, what: str, ranks: RankGroup, state: str, facts: Mapping[str, Any]) -> None:
+        super().__init__(what, ranks, _core.EqualStates(what, state, listed(facts) if ranks.size > 1 else []))
+
+    @property
+    def state(self) -> str:
+        return self.own.state
+
+
+def listed(facts: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Returns facts as the engine compares them: (name, value, hint, set)."""
+    each: list[tuple[str, str, str, str]] = []
+    for fact, value in facts.items():
+        if isinstance(value, dict):
+            way_out = "build one model on all ranks"
+            each += [(f"{fact}: {name!r}", str(own), way_out, "") for name, own in value.items()]
+        else:
+            each.append((fact, repr(value), "", ""))
+    return each
 
 
 class _Joined(Comparison):
@@ -332,11 +326,6 @@ class _Joined(Comparison):
             self._ranks._whose = f" of {self._thing} {number}"
 
 
-def _sorted(facts: bytes) -> bytes:
-    """Returns them by name: the order in which a rank has them is no difference."""
-    return json.dumps(json.loads(facts or b"{}"), sort_keys=True).encode()
-
-
 def _packed(texts: Iterable[bytes]) -> bytes:
     each = [*texts]
     return b"".join(len(text).to_bytes(8, "little") + text for text in each) if any(each) else b""
@@ -349,24 +338,3 @@ def _unpacked(packed: bytes, count: int) -> list[bytes]:
         texts.append(packed[at + 8 : end])
         at = end
     return texts[:count] or [b""] * count  # a rank that compares less goes by what it compares
-
-
-def _difference(by_rank: list[dict[str, Any]]) -> str:
-    """Returns the first fact that differs, and what two ranks have."""
-    first = by_rank[0]
-    for rank, other in enumerate(by_rank):
-        for fact in first:
-            if other.get(fact) == first[fact]:
-                continue
-            if isinstance(first[fact], dict) and isinstance(other.get(fact), dict):
-                return _difference_of_names(fact, first[fact], other[fact], rank)
-            return f"{fact} is {first[fact]!r} on rank 0 and {other.get(fact)!r} on rank {rank}"
-    return "no fact differs in plain text"
-
-
-def _difference_of_names(fact: str, zero: dict[str, Any], other: dict[str, Any], rank: int) -> str:
-    for name in [*zero, *other]:
-        if zero.get(name) != other.get(name):
-            first, second = zero.get(name, "missing"), other.get(name, "missing")
-            return f"{fact}: '{name}' is {first} on rank 0 and {second} on rank {rank}; build one model on all ranks"
-    return f"{fact} come in another order on rank {rank}; build the same model on every rank"

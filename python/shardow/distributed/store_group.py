@@ -1,4 +1,4 @@
-"""The Group of a torch process group: facts go through its store, in the engine's rounds (src/comm/rounds.h), whose
+"""The Group of a torch process group: facts go through its store, in the engine's rounds (src/group/rounds.h), whose
 waits time out without harming the process group; blocks go through the group itself.
 
 Rounds are counted for the life of a process group, not of whoever uses it: a rank that missed a call meets the verdict

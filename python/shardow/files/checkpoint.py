@@ -16,11 +16,11 @@ from torch import nn
 from shardow.base.checks import seconds
 from shardow.base.progress import Progress
 from shardow.distributed.gather import Gatherer
-from shardow.distributed.rank_group import RankGroup, Step
+from shardow.distributed.rank_group import Equal, RankGroup, Step
 from shardow.files import engine
 from shardow.files.background import SaveHandle
 from shardow.files.paths import StrPath
-from shardow.model.equal import EqualCopies, common_of
+from shardow.model.equal import common_of, equal_copies
 from shardow.model.parts import Held, Saveable, group_of, held_by, values_for_file
 from shardow.model.swap_guard import refuse_foreign
 
@@ -135,10 +135,10 @@ class Looking:
         refuse_foreign(what, self.held.memory, instead="" if writes else _INSTEAD, writes=writes)
         return self.held
 
-    def copies(self) -> EqualCopies:
+    def copies(self) -> Equal:
         """Returns the comparison of what ranks hold alike, once this one has looked."""
         view = self.held.view
-        return EqualCopies(self._what, () if view is None else map(common_of, view.parameters), self.ranks)
+        return equal_copies(self._what, () if view is None else map(common_of, view.parameters), self.ranks)
 
 
 def _to_save(

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardow import _core
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import EqualFacts, Looked, RankGroup, naming
+from shardow.distributed.rank_group import Equal, Looked, RankGroup, equal_facts, naming
 from shardow.files import engine
 from shardow.files.background import settle
 from shardow.merging import foreign
@@ -49,7 +49,7 @@ class Merged:
     ) -> tuple[Newest, _core.Coefficients]:  # fmt: skip
         """``check()`` of what else a call was given comes first, ``then()`` when all is open, again where files were
         replaced meanwhile; both may raise on one rank for all. Collective."""
-        opening = _Opening(self, what, check, then)
+        opening = _Opening(self, what, ranks, check, then)
         settle(ranks.process_group)
         with engine.several_said(*self.inputs), naming(what):
             ranks.verb(what, lambda: _core.open_checkpoints(ranks.group, opening, ranks.timeout))
@@ -75,16 +75,17 @@ class _Opening(Looked):
     coefficients: _core.Coefficients
 
     def __init__(
-        self, merged: Merged, what: str, check: Callable[[], object], then: Callable[[Newest], object]
+        self, merged: Merged, what: str, ranks: RankGroup, check: Callable[[], object], then: Callable[[Newest], object]
     ) -> None:
-        self._merged, self._what, self._check, self._then = merged, what, check, then
+        self._merged, self._what, self._ranks, self._check, self._then = merged, what, ranks, check, then
 
-    def look(self) -> EqualFacts:
+    def look(self) -> Equal:
         self._check()
         merged = self._merged
         self._by_torch = [foreign.is_foreign(Path(path)) for path in merged.inputs]
-        facts = {"inputs": merged.inputs, "rule": repr([merged.rule, merged.steps, merged.key])}
-        return EqualFacts(self._what, {**facts, "which of them torch wrote": self._by_torch})
+        facts = {"inputs": merged.inputs, "which of them torch wrote": self._by_torch}
+        facts |= {"rule": [merged.rule, merged.steps, merged.key]}
+        return equal_facts(self._what, facts, self._ranks, whole=True)
 
     def find(self) -> list[str]:
         """Returns the paths that the engine opens."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardow.base.checks import invalid
 from shardow.distributed.gather import Part, take
-from shardow.distributed.rank_group import EqualFacts, Step
+from shardow.distributed.rank_group import Step, equal_facts
 from shardow.model.names import join, unwrapped, walk, wrapped_child
 from shardow.model.storage import mapped
 from shardow.start.fill import Job
@@ -62,7 +62,7 @@ def _take_drawn(job: Job, model: nn.Module) -> None:
     }
     numbers = {name: [value for value in values if isinstance(value, (int, float))] for name, values in written.items()}
     facts = {"what constructors wrote": numbers}
-    job.ranks.step(job.what, lambda: Step(None, [EqualFacts(job.what, facts, job.ranks)]))
+    job.ranks.step(job.what, lambda: Step(None, [equal_facts(job.what, facts, job.ranks)]))
     for value in itertools.chain(*written.values()) if job.ranks.size > 1 else ():
         if isinstance(value, torch.Tensor):
             drawn = job.ranks.broadcast(_bytes(value), [value.nbytes], torch.uint8, value.device)

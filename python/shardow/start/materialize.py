@@ -15,7 +15,7 @@ from torch import nn
 
 from shardow.base.checks import instance, invalid, seconds
 from shardow.base.progress import Progress
-from shardow.distributed.rank_group import Comparison, EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import Comparison, RankGroup, Step, equal_facts
 from shardow.files import paths
 from shardow.files.checkpoint import Looking
 from shardow.files.paths import StrPath
@@ -137,7 +137,7 @@ def load(
         report = fill.from_merged(job, path)
         finish(job, report)
         return report
-    same = EqualFacts("load()", {"path": str(path)})
+    same = equal_facts("load()", {"path": str(path)}, ranks, whole=True)
     return fill.FileLoad(path, look, finish, same).fill(ranks, verify=bool(verify), progress=progress)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardow.base.checks import instance, invalid, seconds
-from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.errors import Error
 from shardow.model import origins
 from shardow.model.dtensor import empty_like
@@ -74,7 +74,7 @@ def wrap(
         shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
         shared_out = [name for name, module in walk(model) if module in checked[0]]
         facts = {"tensors": shapes, "units": shared_out, "memory_efficient_init": memory_efficient_init}
-        return Step(checked, [Kinds("wrap()", source), EqualFacts("wrap()", facts, ranks)])
+        return Step(checked, [Kinds("wrap()", source), equal_facts("wrap()", facts, ranks)])
 
     chosen, bindings, own = ranks.step("wrap()", prepare)
     if from_memory:

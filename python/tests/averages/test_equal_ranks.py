@@ -86,9 +86,9 @@ def test_a_fact_of_a_save_that_differs_is_named_with_what_each_rank_has(tmp_path
     path = tmp_path / "out"
     for limit, dtype, name in ranks.run(3, other_facts, str(path)):
         assert {limit[0], dtype[0], name[0]} == {"InvalidArgumentError"}
-        assert "max_shard_size is 5 GB on rank 0, none on rank 1" in limit[1]
-        assert "dtype is none on rank 0, BF16 on rank 2" in dtype[1]
-        assert f"path is {path}-0 on rank 0, {path}-1 on rank 1" in name[1]
+        assert "max_shard_size is 5 GB on rank 0 and none on rank 1" in limit[1]
+        assert "dtype is none on rank 0 and BF16 on rank 2" in dtype[1]
+        assert f"path is {path}-0 on rank 0 and {path}-1 on rank 1" in name[1]
     assert not list(tmp_path.iterdir())
 
 
@@ -329,7 +329,9 @@ def shared_with_others() -> Outcome:
         equal.Common("pair", torch.zeros(2), region, f"[{2 * pair}, {2 * pair + 1}]"),
     ]
     group = RankGroup(dist.group.WORLD, 60.0)
-    return outcome(lambda: group.step("call()", lambda: Step(None, [equal.EqualCopies("call()", held, group, "hint")])))
+    return outcome(
+        lambda: group.step("call()", lambda: Step(None, [equal.equal_copies("call()", held, group, "hint")]))
+    )
 
 
 def test_weights_are_compared_between_ranks_that_share_others_with_others() -> None:

@@ -1,5 +1,5 @@
 """Ctrl-C in a round whose verdict was given in the same moment: the others have what they need and go on. What ranks do
-that are interrupted anywhere else: ``src/comm/rounds_test.cc``."""
+that are interrupted anywhere else: ``src/group/rounds_test.cc``."""
 
 from __future__ import annotations
 

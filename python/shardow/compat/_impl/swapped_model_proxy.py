@@ -22,7 +22,7 @@ from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl.averaged_copy import AveragedCopy, AveragedModule, Change, Choose, Fate, Kind, Rule
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.given_memory import copy_all
-from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.ema import EMA, model_averages
 from shardow.model.groups import group_of_model
 from shardow.model.local import LocalTensor
@@ -303,5 +303,5 @@ def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | 
     Collective.
     """
     ranks = all_ranks(process_group)
-    ranks.step(f"{what}(...)", lambda: Step(None, [EqualFacts(f"{what}(...)", facts, ranks), ranks.join(what)]))
+    ranks.step(f"{what}(...)", lambda: Step(None, [equal_facts(f"{what}(...)", facts, ranks), ranks.join(what)]))
     return ranks

@@ -17,7 +17,7 @@ from shardow import _core, errors
 from shardow.base.checks import invalid, warn
 from shardow.compat._impl.filling import fill
 from shardow.compat.files import dcp, torch_files
-from shardow.distributed.rank_group import EqualUpdates, RankGroup, Step
+from shardow.distributed.rank_group import RankGroup, Step, equal_updates
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
 from shardow.model.match import Fit, Form
@@ -152,7 +152,7 @@ class Managed(ABC):
         """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
         updates.
         """
-        return self._ranks.step(what, lambda: Step(fn(), [EqualUpdates(what, self.updates)]))
+        return self._ranks.step(what, lambda: Step(fn(), [equal_updates(what, self.updates, self._ranks)]))
 
 
 def checked_decay(decay: float) -> float:

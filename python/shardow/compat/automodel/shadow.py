@@ -17,7 +17,7 @@ from shardow.base.checks import invalid
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.swapped_model_proxy import all_ranks, joined
 from shardow.compat.automodel.managed import Managed, checked_decay, clone, look, weights_of
-from shardow.distributed.rank_group import EqualUpdates, Step
+from shardow.distributed.rank_group import Step, equal_updates
 from shardow.ema import EMA, model_averages
 from shardow.files import engine
 from shardow.model.parts import Held
@@ -143,7 +143,7 @@ class EMAManager(Managed):
             own = {local.name for local in [*view.parameters, *view.buffers] if local.counts_on(self._ranks.rank)}
             parts = [part for part in self._complete().parts if part.name in own]
             to_save = engine.ToSave([engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None))
-            return Step(to_save, [EqualUpdates(what, self.updates)])
+            return Step(to_save, [equal_updates(what, self.updates, self._ranks)])
 
         engine.write(find, path, self._ranks, what=what)
         return path

@@ -17,7 +17,7 @@ from shardow.compat._impl.averaged_copy import TrainedCopy
 from shardow.compat._impl.swapped_model_proxy import all_ranks
 from shardow.compat.files import torch_files
 from shardow.compat.files.published import publish
-from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.files.checkpoint import save
 from shardow.model.parts import held_by
 from shardow.start import fill, meta
@@ -215,7 +215,7 @@ def _existing(resume_from: str | Path | None, ranks: RankGroup) -> Path | None:
         return None
     path = Path(resume_from)
     what = f"resuming from {path}"
-    ranks.step(what, lambda: Step(None, [EqualFacts(what, {"it is there": path.exists()})]))
+    ranks.step(what, lambda: Step(None, [equal_facts(what, {"it is there": path.exists()}, ranks)]))
     if path.exists():
         return path
     warn(f"{path}, to resume from, does not exist")

@@ -20,7 +20,7 @@ from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory
 from shardow.compat._impl.swapped_model_proxy import refuse_copies
 from shardow.compat.dist_ema.shares import is_sharded, refuse_unlike, shares
 from shardow.distributed.gather import Gatherer, Part
-from shardow.distributed.rank_group import EqualFacts, EqualUpdates, RankGroup, Step
+from shardow.distributed.rank_group import Equal, RankGroup, Step, equal_facts, equal_updates
 from shardow.files import engine, paths
 from shardow.model.match import Fit, Form
 from shardow.model.names import called
@@ -104,7 +104,7 @@ class DistEMA:
         self.build_ema_model()
         tensors = {share.name: f"{share.shape} in the order {share.order}" for share in self._shares}
         facts = {"world_size": self.world_size, "tensors": tensors, "order": list(tensors), "config": self.config}
-        return Step(None, [EqualFacts("DistEMA(...)", facts, self._ranks), self._ranks.join("DistEMA")])
+        return Step(None, [equal_facts("DistEMA(...)", facts, self._ranks), self._ranks.join("DistEMA")])
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
@@ -207,7 +207,7 @@ class DistEMA:
 
         def prepare() -> Step[list[Part]]:
             parts = self._parts_to_gather(cpu_group, buffers)
-            return Step(parts, [EqualUpdates("state_dict()", self.decay_steps)])
+            return Step(parts, [equal_updates("state_dict()", self.decay_steps, self._ranks)])
 
         self._needs_all("state_dict()")
         parts = self._ranks.step("state_dict()", prepare)
@@ -274,7 +274,7 @@ class DistEMA:
 
         def find() -> engine.SaveStep:
             file = engine.FileParts("", self._held(saving=True).parts, {CONFIG: json.dumps(self.config)})
-            return Step(engine.ToSave([file], {}), [EqualUpdates("save()", self.decay_steps)])
+            return Step(engine.ToSave([file], {}), [equal_updates("save()", self.decay_steps, self._ranks)])
 
         engine.write(find, path, self._ranks)
 
@@ -302,9 +302,9 @@ class _Load(engine.Load):
     def __init__(self, ema: DistEMA, path: str | Path) -> None:
         self._ema, self._path = ema, path
 
-    def look(self) -> EqualFacts:
+    def look(self) -> Equal:
         self._held = self._ema._held(saving=False)
-        return EqualFacts("load()", {"path": paths.to_read(self._path)})
+        return equal_facts("load()", {"path": paths.to_read(self._path)}, self._ema._ranks, whole=True)
 
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardow import errors
 from shardow.base.checks import invalid
-from shardow.distributed.rank_group import EqualFacts, RankGroup, Step
+from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.files.checkpoint import save
 from shardow.model.parts import group_of
 from shardow.start.materialize import load
@@ -45,7 +45,7 @@ def write(
         if ranks.rank == 0:
             model.register_to_config(**counters)
         facts = {"path": str(folder.absolute()), "optimization_step": counters["optimization_step"]}
-        return Step((model, state), [EqualFacts("save_pretrained()", facts)])
+        return Step((model, state), [equal_facts("save_pretrained()", facts, ranks)])
 
     model, state = ranks.step("save_pretrained()", prepare)
     ranks.agree("save_pretrained()", lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)

@@ -8,10 +8,11 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "base/errors.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 /// FNV-1a: tells texts apart that differ by mistake, not by malice.
 inline uint64_t digest(std::string_view text) noexcept {
@@ -72,4 +73,17 @@ class Receiver {
   std::string_view left_;
 };
 
-}  // namespace shardow::comm
+/// All texts of which each rank's words consist, in their order: those of one kind by rank.
+inline std::vector<std::vector<std::string>> columns(const std::vector<std::string>& by_rank) {
+  std::vector<std::vector<std::string>> columns;
+  for (const std::string& words : by_rank) {
+    size_t column = 0;
+    for (Receiver in(words); !in.done(); ++column) {
+      if (column == columns.size()) columns.emplace_back();
+      columns[column].push_back(in.text());
+    }
+  }
+  return columns;
+}
+
+}  // namespace shardow::group

@@ -1,12 +1,12 @@
-#include "comm/parts.h"
+#include "group/parts.h"
 
 #include <gtest/gtest.h>
 
 #include <vector>
 
-#include "comm/group_fixture.h"
+#include "group/group_fixture.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 namespace {
 
 TEST(Parts, AreDoneByEachRankUntilItHasNoMoreAndToldOnRank0) {
@@ -28,4 +28,4 @@ TEST(Parts, AreDoneByEachRankUntilItHasNoMoreAndToldOnRank0) {
 }
 
 }  // namespace
-}  // namespace shardow::comm
+}  // namespace shardow::group

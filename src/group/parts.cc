@@ -1,14 +1,14 @@
-#include "comm/parts.h"
+#include "group/parts.h"
 
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/turns.h"
-#include "comm/agree.h"
-#include "comm/wire.h"
+#include "group/agree.h"
+#include "group/wire.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 namespace {
 
@@ -61,4 +61,4 @@ void Parts::tell() {
   progress_(done_, total_);
 }
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

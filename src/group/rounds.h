@@ -25,15 +25,16 @@
 // both cases it is in step then.
 #pragma once
 
+#include <exception>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "shardow/detail/store.h"
-#include "shardow/group.h"
+#include "group/ranks.h"
+#include "shardow/store.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 /// Ranks that meet, and where; `index` is this rank's among them.
 struct Meeting {
@@ -42,6 +43,14 @@ struct Meeting {
   std::vector<int> ranks;  ///< by whose order words are; for messages
   size_t index;
   bool names_call = true;  ///< in messages on who did not come
+};
+
+/// Thrown by a Store in place of an answer: its caller was interrupted.
+class Interruption {
+ public:
+  virtual ~Interruption() = default;
+  virtual bool put_off() = 0;  ///< whether the caller may go on: what interrupted it comes again later
+  virtual std::exception_ptr exception(const std::string& waited) = 0;  ///< for the caller; `waited`: in what
 };
 
 /// The call that a rank comes for: all must have the same name.
@@ -62,7 +71,7 @@ class Rounds {
 
   /// The next round. `decide`, on one rank, of the words of all, unless they are empty. Throws on all ranks what it
   /// throws, kInvalidArgument where calls differ, kTimeout and kPeerFailed naming who did not come.
-  Met meet(const Call& call, std::string_view own, const Group::Decide* decide, Deadline deadline);
+  Met meet(const Call& call, std::string_view own, const Ranks::Decide* decide, Deadline deadline);
 
   /// Ends the next round, since this rank was interrupted in `call`: those who wait there learn of it.
   void refuse(const Call& call);
@@ -76,4 +85,4 @@ class Rounds {
   std::vector<std::string> old_;            // keys to erase once a round was good
 };
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -6,12 +6,14 @@
 
 #include "shardow/group.h"
 
-namespace shardow::comm {
+namespace shardow::group {
+
+enum class Op { kSum, kXor };
 
 /// Numbers of a rank, as many as of the others, and how those of all ranks are joined: by sums or XOR.
 struct Counts {
   std::span<uint64_t> numbers;
-  Group::Op op;
+  Op op;
 };
 
 /// Joins the counts of all ranks on rank 0, where ranks send each other no blocks: a round of each. Collective.
@@ -21,4 +23,4 @@ void join_by_rounds(Group& group, std::span<const Counts> counts, Deadline deadl
 /// no round, and is called within a step that all ranks agree on, since a rank that gets no block throws.
 void join_by_blocks(Group& group, std::span<const Counts> counts, Deadline deadline);
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

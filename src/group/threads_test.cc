@@ -3,20 +3,20 @@
 #include <latch>
 #include <thread>
 
-#include "comm/group_fixture.h"
 #include "delegate.h"
+#include "group/group_fixture.h"
 
 namespace shardow {
 namespace {
 
-using comm::caught;
-using comm::Caught;
-using comm::expect_fine;
-using comm::far;
-using comm::Groups;
-using comm::kSame;
-using comm::near;
-using comm::on_every_rank;
+using group::caught;
+using group::Caught;
+using group::expect_fine;
+using group::far;
+using group::Groups;
+using group::kSame;
+using group::near;
+using group::on_every_rank;
 
 class ThreadGroups : public testing::TestWithParam<std::tuple<GroupCheck, int>> {};
 
@@ -80,12 +80,12 @@ TEST(Threads, ARoundThatCompletesIsTakenEvenPastTheDeadline) {
 }
 
 TEST(Threads, AGoneRankEndsWaitingAtOnce) {
-  for (const comm::WaitingCall& waiting : comm::kWaitingCalls) {
+  for (const group::WaitingCall& waiting : group::kWaitingCalls) {
     Groups groups = threads(3);
     on_every_rank(groups, [&](auto& group) {
       if (group->rank() == 1) return group.reset();
       for (int again = 0; again < 2; ++again)
-        comm::expect_gone(waiting, *group, 1);  // whether it left before or after the call began
+        group::expect_gone(waiting, *group, 1);  // whether it left before or after the call began
     });
   }
 }
@@ -109,7 +109,7 @@ TEST(Threads, WhatARankDidBeforeItLeftCounts) {
 
 TEST(Threads, CallsThatDoNotFitAreRefusedOnEveryRank) {
   Groups groups = threads(3);
-  on_every_rank(groups, [](auto& group) { comm::expect_misfits_refused(*group); });
+  on_every_rank(groups, [](auto& group) { group::expect_misfits_refused(*group); });
 }
 
 TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
@@ -164,21 +164,6 @@ TEST(Threads, ASenderWithoutReceiverTimesOut) {
   EXPECT_NE(got.message.find("rank(s) [1] did not take part"), std::string::npos) << got.message;
   EXPECT_EQ(caught([&] { groups[1]->recv({}, 0, far()); }).code, Code::kTimeout)
       << "the late receiver gets the same verdict";
-}
-
-TEST(Threads, AGroupWithoutADecideOfItsOwnGivesEachRankItsAnswer) {
-  struct Plain final : Delegate {
-    using Delegate::Delegate;
-    Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
-      return Group::decide(mine, decide, deadline);
-    }
-  };
-  Groups groups = threads(2);
-  on_every_rank(groups, [](auto& group) {
-    const auto twice = [](const auto& all) { return Group::Decision{"all", {all[0] + all[0], all[1] + all[1]}}; };
-    const Group::Answer got = Plain(*group).decide(group->rank() == 0 ? "a" : "b", twice, far());
-    EXPECT_EQ(got.common + got.own, group->rank() == 0 ? "allaa" : "allbb");
-  });
 }
 
 TEST(Threads, PairsDoNotDisturbCollectives) {

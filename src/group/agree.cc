@@ -5,7 +5,7 @@
 //   2. somebody did: the error of the first rank whose error is its own; where all are about others (kTimeout,
 //   kPeerFailed), of the first
 //   3. a rank that threw keeps its exception, unless that is about others: then the verdict says more
-#include "comm/agree.h"
+#include "group/agree.h"
 
 #include <algorithm>
 #include <exception>
@@ -14,10 +14,11 @@
 #include "base/errors.h"
 #include "base/files.h"
 #include "base/turns.h"
-#include "comm/wire.h"
+#include "group/ranks.h"
+#include "group/wire.h"
 
 namespace shardow {
-namespace comm {
+namespace group {
 namespace {
 
 constexpr size_t kLongestMessage = 4096;  // a status is a fact, and travels to every rank
@@ -144,8 +145,8 @@ std::string agree_on(Group& group, Deadline deadline, const std::function<std::s
   const Deadline to_tell = base::now() + std::min<Deadline::duration>(std::max(deadline - begin, {}), kToTell);
   std::string said;
   try {
-    const auto decide = [&](const std::vector<std::string>& all) { return Group::Decision{verdict(all, sum_up)}; };
-    said = group.decide(mine.status, decide, std::max(deadline, to_tell)).common;
+    const auto decide = [&](const std::vector<std::string>& all) { return Ranks::Decision{verdict(all, sum_up)}; };
+    said = ranks_of(group).decide(mine.status, decide, std::max(deadline, to_tell)).common;
   } catch (...) {
     if (mine.thrown && !mine.about_others)
       std::rethrow_exception(mine.thrown);  // says more than that nobody could be told
@@ -165,22 +166,14 @@ std::string of_first(const std::vector<std::string>& by_rank) {
   return by_rank.front();
 }
 
-}  // namespace comm
-
-Group::Answer Group::decide(std::string_view mine, const Decide& decide, Deadline deadline) {
-  const std::vector<std::string> by_rank = all_gather(mine, deadline);
-  if (std::all_of(by_rank.begin(), by_rank.end(), [](const std::string& one) { return one.empty(); })) return {};
-  Decision made = decide(by_rank);
-  return {std::move(made.common),
-          made.each.empty() ? std::string() : std::move(made.each.at(static_cast<size_t>(rank())))};
-}
+}  // namespace group
 
 void agree(Group& group, Deadline deadline, const std::function<void()>& fn) {
   const auto step = [&] {
     fn();
     return std::string();
   };
-  comm::agree_on(group, deadline, step, comm::of_first);
+  group::agree_on(group, deadline, step, group::of_first);
 }
 
 }  // namespace shardow

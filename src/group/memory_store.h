@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "base/mutex.h"
-#include "shardow/detail/store.h"
+#include "shardow/store.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 using Values = std::map<std::string, std::string>;
 
@@ -78,4 +78,4 @@ class MemoryStore final : public Store {
   const std::shared_ptr<Shelf> shelf_;
 };
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -1,4 +1,4 @@
-#include "comm/rounds.h"
+#include "group/rounds.h"
 
 #include <gtest/gtest.h>
 
@@ -13,12 +13,12 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "comm/memory_store.h"
-#include "comm/wire.h"
 #include "delegate.h"
 #include "findings.h"
+#include "group/memory_store.h"
+#include "group/wire.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 namespace {
 
 using Shelf = MemoryStore::Shelf;
@@ -104,8 +104,8 @@ std::string number(int64_t value) {
   return out.bytes();
 }
 
-const Group::Decide kJoin = [](const std::vector<std::string>& words) {
-  Group::Decision decision;
+const group::Ranks::Decide kJoin = [](const std::vector<std::string>& words) {
+  group::Ranks::Decision decision;
   for (const std::string& word : words) {
     decision.common += word + ";";
     decision.each.push_back("for " + word);
@@ -117,7 +117,7 @@ TEST(Rounds, DecideOnceForAllWhateverTheirNumber) {
   for (const int size : {1, 2, 31, 32, 70}) {
     Ranks ranks(size);
     std::atomic<int> decided = 0;
-    const Group::Decide decide = [&](const std::vector<std::string>& words) {
+    const group::Ranks::Decide decide = [&](const std::vector<std::string>& words) {
       ++decided;
       return kJoin(words);
     };
@@ -174,7 +174,9 @@ TEST(Rounds, WordsOfOtherLanesAreRead) {
 
 TEST(Rounds, WhatIsThrownWhereWordsAreDecidedIsThrownOnAll) {
   Ranks ranks(3);
-  const Group::Decide refuse = [](const auto&) -> Group::Decision { throw Error(Code::kUnsupported, "no", 7); };
+  const group::Ranks::Decide refuse = [](const auto&) -> group::Ranks::Decision {
+    throw Error(Code::kUnsupported, "no", 7);
+  };
   ranks.all([&](size_t, Rounds& rounds) {
     try {
       rounds.meet({"call"}, "words", &refuse, far());
@@ -324,7 +326,9 @@ TEST(Rounds, WhoRefusesEndsTheNextRound) {
 /// In several lanes; after each failure all are in step again within two rounds.
 TEST(Rounds, KeysStayFlatWhateverFails) {
   Ranks ranks(33);
-  const Group::Decide refuse = [](const auto&) -> Group::Decision { throw Error(Code::kUnsupported, "no"); };
+  const group::Ranks::Decide refuse = [](const auto&) -> group::Ranks::Decision {
+    throw Error(Code::kUnsupported, "no");
+  };
   enum Kind { kInterrupted, kDies, kOtherCall, kLongWords, kRefused, kAbsent, kKinds };
   for (int i = 0; i < 120; ++i) {
     const auto victim = static_cast<size_t>(i * 7 % 33);
@@ -385,4 +389,4 @@ TEST(Rounds, WhoHasLeftIsNamedToThoseWhoWait) {
 }
 
 }  // namespace
-}  // namespace shardow::comm
+}  // namespace shardow::group

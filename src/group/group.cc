@@ -11,36 +11,18 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "comm/memory_store.h"
-#include "comm/rounds.h"
-#include "comm/store_group.h"
-#include "comm/wire.h"
-#include "shardow/detail/store.h"
+#include "group/memory_store.h"
+#include "group/rounds.h"
+#include "group/store_group.h"
+#include "group/wire.h"
+#include "shardow/store.h"
 
 namespace shardow {
 namespace {
 
 using base::fail;
-using comm::Rounds;
-using comm::StoreGroup;
-
-const char* op_name(Group::Op op) {
-  switch (op) {
-    case Group::Op::kSum: return "sum";
-    case Group::Op::kMax: return "max";
-    case Group::Op::kXor: break;
-  }
-  return "xor";
-}
-
-uint64_t combined(uint64_t a, uint64_t b, Group::Op op) {
-  switch (op) {
-    case Group::Op::kSum: return a + b;
-    case Group::Op::kMax: return std::max(a, b);
-    case Group::Op::kXor: break;
-  }
-  return a ^ b;
-}
+using group::Rounds;
+using group::StoreGroup;
 
 std::string_view text_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -65,7 +47,7 @@ class OwnStoreGroup final : public StoreGroup {
 
   ~OwnStoreGroup() override {
     try {
-      comm::Sender out;
+      group::Sender out;
       out.number(rank());
       store().append(keys_ + "gone", out.bytes());
     } catch (...) {  // so is the store
@@ -88,7 +70,7 @@ class OwnStoreGroup final : public StoreGroup {
       fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank(), size(),
            peer);
     const std::string keys = fmt::format("{}{}>{}/", keys_, from, to);
-    const comm::Meeting meeting{store(), keys, keys_ + "gone", {from, to}, rank() == from ? 0u : 1u};
+    const group::Meeting meeting{store(), keys, keys_ + "gone", {from, to}, rank() == from ? 0u : 1u};
     return pairs_.try_emplace(keys, meeting)
         .first->second.meet({fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to)}, own, nullptr,
                             deadline);
@@ -100,7 +82,7 @@ class OwnStoreGroup final : public StoreGroup {
 
 }  // namespace
 
-namespace comm {
+namespace group {
 
 void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout) {
   call_ = {std::string(call), std::chrono::duration<double>(timeout).count()};
@@ -110,24 +92,9 @@ std::vector<std::string> StoreGroup::all_gather(std::string_view own, Deadline d
   return rounds_.meet(next("all_gather()"), own, nullptr, deadline).words;
 }
 
-Group::Answer StoreGroup::decide(std::string_view own, const Decide& decide, Deadline deadline) {
+Ranks::Answer StoreGroup::decide(std::string_view own, const Decide& decide, Deadline deadline) {
   Rounds::Met met = rounds_.meet(next("decide()"), own, &decide, deadline);
   return {std::move(met.common), std::move(met.own)};
-}
-
-void StoreGroup::all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) {
-  const auto bytes = std::as_writable_bytes(values);
-  const Call call = next(fmt::format("all_reduce({}, {} values)", op_name(op), values.size()));
-  const Decide combine = [&](const std::vector<std::string>& words) {
-    std::vector<uint64_t> sum(values.size()), other(values.size());
-    copy_into(std::as_writable_bytes(std::span(sum)), words.front());
-    for (size_t rank = 1; rank < words.size(); ++rank) {
-      copy_into(std::as_writable_bytes(std::span(other)), words[rank]);
-      for (size_t i = 0; i < sum.size(); ++i) sum[i] = combined(sum[i], other[i], op);
-    }
-    return Decision{std::string(text_of(std::as_bytes(std::span(sum))))};
-  };
-  copy_into(bytes, rounds_.meet(call, text_of(bytes), &combine, deadline).common);
 }
 
 void StoreGroup::broadcast(std::span<std::byte> bytes, int root, Deadline deadline) {
@@ -151,7 +118,7 @@ Call StoreGroup::next(const std::string& operation) {
   return call;
 }
 
-}  // namespace comm
+}  // namespace group
 
 std::unique_ptr<Group> store_group(std::unique_ptr<Store> store, int rank, int size) {
   if (rank < 0 || rank >= size) fail(Code::kInvalidArgument, "a group of {} ranks has no rank {}", size, rank);
@@ -161,10 +128,10 @@ std::unique_ptr<Group> store_group(std::unique_ptr<Store> store, int rank, int s
 
 std::vector<std::unique_ptr<Group>> threads(int n) {
   if (n < 1) fail(Code::kInvalidArgument, "a group of {} ranks; at least 1 is needed", n);
-  const auto shelf = std::make_shared<comm::MemoryStore::Shelf>();
+  const auto shelf = std::make_shared<group::MemoryStore::Shelf>();
   std::vector<std::unique_ptr<Group>> groups(static_cast<size_t>(n));
   for (int rank = 0; rank < n; ++rank)
-    groups[static_cast<size_t>(rank)] = store_group(std::make_unique<comm::MemoryStore>(shelf), rank, n);
+    groups[static_cast<size_t>(rank)] = store_group(std::make_unique<group::MemoryStore>(shelf), rank, n);
   return groups;
 }
 

@@ -7,9 +7,9 @@
 
 #include "shardow/group.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
-/// What is made of every rank's words, by rank; see Group::decide().
+/// What is made of every rank's words, by rank; see Ranks::decide().
 using SumUp = std::function<std::string(const std::vector<std::string>&)>;
 
 /// Words that ranks compare in a call's first round, beside what the call is for.
@@ -25,4 +25,4 @@ std::string agree_on(Group& group, Deadline deadline, const std::function<std::s
 /// For agree_on(): what rank 0 returned.
 std::string of_first(const std::vector<std::string>& by_rank);
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

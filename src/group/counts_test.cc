@@ -1,11 +1,11 @@
-#include "comm/counts.h"
+#include "group/counts.h"
 
 #include <gtest/gtest.h>
 
-#include "comm/group_fixture.h"
 #include "delegate.h"
+#include "group/group_fixture.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 namespace {
 
 /// A group that sends each other no blocks, or whose rank `broken` cannot send.
@@ -37,8 +37,7 @@ TEST(Counts, AreJoinedOnRank0) {
         Blocks group(*own, moves, -1);
         const auto rank = static_cast<uint64_t>(own->rank());
         std::vector<uint64_t> sums{1, 10 * rank, ~uint64_t{0}}, bits{uint64_t{1} << rank, 5}, none;
-        join(group, std::vector<Counts>{{sums, Group::Op::kSum}, {none, Group::Op::kSum}, {bits, Group::Op::kXor}},
-             far());
+        join(group, std::vector<Counts>{{sums, Op::kSum}, {none, Op::kSum}, {bits, Op::kXor}}, far());
         if (rank > 0) return;
         const auto n = static_cast<uint64_t>(size);
         EXPECT_EQ(sums, (std::vector<uint64_t>{n, 5 * n * (n - 1), ~uint64_t{0} * n})) << size << moves;
@@ -53,10 +52,10 @@ TEST(Counts, ThatDoNotComeAreAnErrorOnAllAndTheyStayInStep) {
   on_every_rank(groups, [&](auto& own) {
     Blocks group(*own, true, 4);
     std::vector<uint64_t> numbers(10, 1);
-    EXPECT_NE(caught([&] { join(group, std::vector<Counts>{{numbers, Group::Op::kSum}}, near()); }).message, "");
+    EXPECT_NE(caught([&] { join(group, std::vector<Counts>{{numbers, Op::kSum}}, near()); }).message, "");
     expect_in_step(*own);
   });
 }
 
 }  // namespace
-}  // namespace shardow::comm
+}  // namespace shardow::group

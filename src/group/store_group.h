@@ -1,25 +1,23 @@
 // A Group of rounds over a store. Ranks that disagree about length, root or operation all get an error that says so.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "comm/rounds.h"
-#include "shardow/detail/store.h"
+#include "group/rounds.h"
+#include "shardow/store.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
-class StoreGroup : public Group {
+class StoreGroup : public Ranks {
  public:
   int rank() const noexcept override { return static_cast<int>(index_); }
   int size() const noexcept override { return size_; }
   void begin(std::string_view call, std::chrono::milliseconds timeout) override;
   std::vector<std::string> all_gather(std::string_view own, Deadline deadline) override;
   Answer decide(std::string_view own, const Decide& decide, Deadline deadline) override;
-  void all_reduce(std::span<uint64_t> values, Op op, Deadline deadline) override;
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override;
 
   /// Ends the next round for all, since this rank was interrupted in `call`.
@@ -47,4 +45,4 @@ class StoreGroup : public Group {
   Call call_;  // under way; later rounds of it are called so
 };
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

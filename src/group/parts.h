@@ -7,10 +7,10 @@
 #include <utility>
 
 #include "base/turns.h"
-#include "comm/agree.h"
+#include "group/agree.h"
 #include "shardow/group.h"
 
-namespace shardow::comm {
+namespace shardow::group {
 
 /// Bytes that a part of the work did, and whether all of it is done.
 struct Part {
@@ -50,4 +50,4 @@ class Parts {
   ProgressFn progress_;
 };
 
-}  // namespace shardow::comm
+}  // namespace shardow::group

@@ -1,8 +1,8 @@
-// What shardow/libtorch.h makes a Group of: keys and values that all ranks reach. Nothing here is public.
+// Store: keys and values that all ranks reach, of which store_group() makes a Group. Fill it over what your cluster
+// has; libtorch.h fills it over a c10d store.
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,16 +12,8 @@
 #pragma GCC visibility push(default)
 namespace shardow {
 
-/// Thrown by a Store in place of an answer: its caller was interrupted.
-class Interruption {
- public:
-  virtual ~Interruption() = default;
-  virtual bool put_off() = 0;  ///< whether the caller may go on: what interrupted it comes again later
-  virtual std::exception_ptr exception(const std::string& waited) = 0;  ///< for the caller; `waited`: in what
-};
-
-/// Keys and values that all ranks reach: c10d's, etcd, this process's memory. One thread at a time; kPeerFailed where
-/// it is gone. Values are any bytes, up to 4 MiB each.
+/// c10d's, etcd, a process's memory. One thread at a time; kPeerFailed where it is gone. Values are any bytes, up to
+/// 4 MiB each.
 class Store {
  public:
   virtual ~Store() = default;
@@ -39,10 +31,10 @@ class Store {
   /// is made where `expected` is.
   virtual std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) = 0;
 
+  virtual void erase(const std::string& key) = 0;  ///< whether it is there or not
+
   /// Atomic, of values that no two ranks have alike. Override it where the store can append.
   virtual void append(const std::string& key, const std::string& value);
-
-  virtual void erase(const std::string& key) = 0;  ///< whether it is there or not
 
   /// From now on kTimeout where the store has no answer by then. `asked`: seconds, as messages say it.
   virtual void answer_by(Deadline /*limit*/, double /*asked*/) {}

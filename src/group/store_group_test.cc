@@ -8,22 +8,22 @@
 #include <thread>
 #include <vector>
 
-#include "comm/group_fixture.h"
-#include "comm/memory_store.h"
 #include "delegate.h"
-#include "shardow/detail/store.h"
+#include "group/group_fixture.h"
+#include "group/memory_store.h"
+#include "shardow/store.h"
 
 namespace shardow {
 namespace {
 
-using comm::caught;
-using comm::far;
-using comm::Groups;
-using comm::near;
-using comm::on_every_rank;
+using group::caught;
+using group::far;
+using group::Groups;
+using group::near;
+using group::on_every_rank;
 
 struct Shelf {
-  std::shared_ptr<comm::MemoryStore::Shelf> values = std::make_shared<comm::MemoryStore::Shelf>();
+  std::shared_ptr<group::MemoryStore::Shelf> values = std::make_shared<group::MemoryStore::Shelf>();
   std::mutex mutex;
   std::vector<std::string> written;  // keys, one after the other
   bool burnt = false;
@@ -46,12 +46,12 @@ class ShelfStore final : public DelegateStore {
   }
 
   const std::shared_ptr<Shelf> shelf_;
-  comm::MemoryStore store_;
+  group::MemoryStore store_;
 };
 
 Groups over(const std::shared_ptr<Shelf>& shelf, int n) {
   Groups groups;
-  for (int rank = 0; rank < n; ++rank) groups.push_back(store_group(std::make_unique<ShelfStore>(shelf), rank, n));
+  for (int rank = 0; rank < n; ++rank) groups.add(store_group(std::make_unique<ShelfStore>(shelf), rank, n));
   return groups;
 }
 
@@ -59,7 +59,7 @@ class StoreGroups : public testing::TestWithParam<std::tuple<GroupCheck, int>> {
 
 TEST_P(StoreGroups, Conform) {
   Groups groups = over(std::make_shared<Shelf>(), std::get<1>(GetParam()));
-  on_every_rank(groups, [](auto& group) { comm::expect_fine(std::get<0>(GetParam()), *group); });
+  on_every_rank(groups, [](auto& group) { group::expect_fine(std::get<0>(GetParam()), *group); });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, StoreGroups,
@@ -131,7 +131,7 @@ TEST(StoreGroup, CallsThatDoNotFitAreRefusedOnEveryRank) {
     EXPECT_EQ(group->all_gather("now", far())[2], "now");
   });
   groups = over(std::make_shared<Shelf>(), 3);
-  on_every_rank(groups, [](auto& group) { comm::expect_misfits_refused(*group); });
+  on_every_rank(groups, [](auto& group) { group::expect_misfits_refused(*group); });
 }
 
 TEST(StoreGroup, OneRanksDeadlineEndsTheWaitOfAll) {
@@ -149,11 +149,11 @@ TEST(StoreGroup, OneRanksDeadlineEndsTheWaitOfAll) {
 }
 
 TEST(StoreGroup, AGoneRankEndsAllWaitingSoon) {
-  for (const comm::WaitingCall& waiting : comm::kWaitingCalls) {
+  for (const group::WaitingCall& waiting : group::kWaitingCalls) {
     Groups groups = over(std::make_shared<Shelf>(), 3);
     on_every_rank(groups, [&](auto& group) {
       if (group->rank() == 1) return group.reset();
-      for (int again = 0; again < 2; ++again) comm::expect_gone(waiting, *group, 1);
+      for (int again = 0; again < 2; ++again) group::expect_gone(waiting, *group, 1);
     });
   }
 }

@@ -1,4 +1,4 @@
-#include "comm/rounds.h"
+#include "group/rounds.h"
 
 #include <fmt/format.h>
 
@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "base/turns.h"
-#include "comm/wire.h"
+#include "group/wire.h"
 #include "shardow/error.h"
 
 namespace shardow {
@@ -20,7 +20,7 @@ void Store::append(const std::string& key, const std::string& value) {
   for (std::string last, next; (next = compare_set(key, last, last + value)) != last + value;) last = next;
 }
 
-namespace comm {
+namespace group {
 namespace {
 
 using std::chrono::milliseconds;
@@ -102,7 +102,7 @@ class Round {
 
   /// (1) to (4): the verdict. `before`: the verdict of the last round, as the store has it; nothing where this rank has
   /// left that.
-  std::string come(std::optional<std::string> before, const Group::Decide* decide, Deadline deadline) {
+  std::string come(std::optional<std::string> before, const Ranks::Decide* decide, Deadline deadline) {
     if (!before) {
       const std::string has_left = failure(
           Code::kTimeout, fmt::format("rank {} has left: the ranks' store did not answer it", at_.ranks[at_.index]));
@@ -271,7 +271,7 @@ class Round {
   }
 
   /// (3)
-  std::string summed_up(bool any_words, const Group::Decide* decide) {
+  std::string summed_up(bool any_words, const Ranks::Decide* decide) {
     if (!any_words && (decide == nullptr || own_.empty())) return "";
     read_words(any_words);
     written_.push_back(key("words"));
@@ -288,8 +288,8 @@ class Round {
   }
 
   /// Writes what does not fit into a verdict before it, under keys that no other rank writes.
-  std::string decided(const Group::Decide& decide) {
-    Group::Decision made;
+  std::string decided(const Ranks::Decide& decide) {
+    Ranks::Decision made;
     try {
       made = decide(words_);
     } catch (const Error& error) {
@@ -381,10 +381,10 @@ class Round {
 
 }  // namespace
 
-Rounds::Met Rounds::meet(const Call& call, std::string_view own, const Group::Decide* decide, Deadline deadline) {
+Rounds::Met Rounds::meet(const Call& call, std::string_view own, const Ranks::Decide* decide, Deadline deadline) {
   if (meeting_.ranks.size() == 1) {
     ++next_;
-    Group::Decision made;
+    Ranks::Decision made;
     if (decide != nullptr && !own.empty()) made = (*decide)({std::string(own)});
     return {std::move(made.common), made.each.empty() ? std::string() : std::move(made.each[0]), {std::string(own)}};
   }
@@ -429,5 +429,5 @@ void Rounds::refuse(const Call& call) {
   }
 }
 
-}  // namespace comm
+}  // namespace group
 }  // namespace shardow

@@ -1,0 +1,113 @@
+#include "group/facts.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/turns.h"
+#include "group/ranks.h"
+#include "group/wire.h"
+
+namespace shardow::group {
+namespace {
+
+using base::fail;
+
+constexpr size_t kShort = 400;    // bytes of facts that travel: of words of that length rounds send equal ones once
+constexpr int64_t kDigests = -1;  // begins digests; facts begin with a length
+
+void add(Sender& out, const Fact& fact) {
+  for (const std::string* text : {&fact.name, &fact.value, &fact.way_out, &fact.set}) out.text(*text);
+}
+
+[[noreturn]] void refuse(std::string_view call, const Fact& fact, std::string_view value, size_t rank,
+                         std::string_view other, size_t other_rank) {
+  const std::string way_out = fact.way_out.empty() ? "" : "; " + fact.way_out;
+  const char* const name = fact.name.c_str();
+  if (!fact.set.empty())
+    fail(Code::kInvalidArgument, "{}: {} has other values on rank {} than on rank {}{}", call, name, rank, other_rank,
+         way_out);
+  fail(Code::kInvalidArgument, "{}: ranks disagree. {} is {} on rank {} and {} on rank {}{}", call, name, value, rank,
+       other, other_rank, way_out);
+}
+
+/// Throws for the first difference, by ranks.
+void check_equal(std::string_view call, const std::vector<std::string>& by_rank) {
+  constexpr const char* kMissing = "missing";
+  std::map<std::pair<std::string, std::string>, std::pair<size_t, Fact>> known;  // by set and name: on the first rank
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    if (rank > 0 && by_rank[rank] == by_rank[0]) continue;
+    std::set<std::pair<std::string, std::string>> own;
+    for (Receiver in(by_rank[rank]); !in.done();) {
+      Fact fact{in.text(), in.text(), in.text(), in.text()};
+      own.emplace(fact.set, fact.name);
+      const auto [entry, is_new] = known.try_emplace({fact.set, fact.name}, rank, fact);
+      const auto& [first, other] = entry->second;
+      if (is_new && rank > 0 && fact.set.empty()) refuse(call, fact, kMissing, 0, fact.value, rank);
+      if (other.value != fact.value) refuse(call, fact, other.value, first, fact.value, rank);
+    }
+    for (const auto& [name, first] : known) {
+      if (name.first.empty() && !own.contains(name))
+        refuse(call, first.second, first.second.value, first.first, kMissing, rank);
+    }
+  }
+}
+
+}  // namespace
+
+/// Makes one digest of the facts of all ranks, under 0, and of each set one of its values, under that of its names.
+EqualFacts::EqualFacts(std::string call, const Facts& facts, bool whole) : call_(std::move(call)) {
+  std::map<std::string, std::vector<const Fact*>> sets;
+  Sender text, digests;
+  for (const Fact& fact : facts) {
+    add(text, fact);
+    sets[fact.set].push_back(&fact);
+  }
+  text_ = text.bytes();
+  if (facts.empty() || (sets.size() == 1 && sets.contains("") && (whole || text_.size() <= kShort))) return;
+  digests.number(kDigests);
+  for (auto& [set, members] : sets) {
+    std::stable_sort(members.begin(), members.end(), [](const Fact* a, const Fact* b) { return a->name < b->name; });
+    std::string names = set;
+    Sender all;
+    for (const Fact* fact : members) {
+      names += '\0' + fact->name;
+      add(all, *fact);
+    }
+    digests.number(set.empty() ? 0 : static_cast<int64_t>(digest(names)));
+    digests.number(static_cast<int64_t>(digest(all.bytes())));
+  }
+  digests_ = digests.bytes();
+}
+
+std::string EqualFacts::sum_up(const std::vector<std::string>& by_rank) const {
+  constexpr const char* kDiffer = "!";
+  const auto is_digests = [](const std::string& words) {
+    return !words.empty() && Receiver(words).number() == kDigests;
+  };
+  if (std::none_of(by_rank.begin(), by_rank.end(), is_digests)) return check_equal(call_, by_rank), "";
+  std::map<int64_t, int64_t> digests;
+  for (const std::string& words : by_rank) {
+    if (words.empty()) continue;
+    if (!is_digests(words)) return kDiffer;
+    Receiver in(words);
+    for (in.number(); !in.done();) {
+      const int64_t names = in.number(), values = in.number();
+      if (digests.try_emplace(names, values).first->second != values) return kDiffer;
+    }
+  }
+  return "";
+}
+
+void EqualFacts::take(Group& group, const std::string& total, std::chrono::milliseconds timeout) {
+  if (total.empty()) return;
+  const auto refuse = [&](const std::vector<std::string>& by_rank) {
+    check_equal(call_, by_rank);
+    return Ranks::Decision{};
+  };
+  ranks_of(group).decide(text_, refuse, base::after(timeout));
+}
+
+}  // namespace shardow::group

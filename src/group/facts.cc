@@ -24,35 +24,41 @@ void add(Sender& out, const Fact& fact) {
 
 [[noreturn]] void refuse(std::string_view call, const Fact& fact, std::string_view value, size_t rank,
                          std::string_view other, size_t other_rank) {
-  const std::string way_out = fact.way_out.empty() ? "" : "; " + fact.way_out;
-  const char* const name = fact.name.c_str();
-  if (!fact.set.empty())
-    fail(Code::kInvalidArgument, "{}: {} has other values on rank {} than on rank {}{}", call, name, rank, other_rank,
-         way_out);
-  fail(Code::kInvalidArgument, "{}: ranks disagree. {} is {} on rank {} and {} on rank {}{}", call, name, value, rank,
-       other, other_rank, way_out);
+  fail(Code::kInvalidArgument, "{}: ranks disagree. {} is {} on rank {} and {} on rank {}{}{}", call, fact.name, value,
+       rank, other, other_rank, fact.way_out.empty() ? "" : "; ", fact.way_out);
 }
 
-/// Throws for the first difference, by ranks.
+/// Throws for the first difference, by ranks; of facts of sets with the number of those that differ too.
 void check_equal(std::string_view call, const std::vector<std::string>& by_rank) {
+  using Name = std::pair<std::string, std::string>;  // of a set, of a fact
   constexpr const char* kMissing = "missing";
-  std::map<std::pair<std::string, std::string>, std::pair<size_t, Fact>> known;  // by set and name: on the first rank
+  std::map<Name, std::pair<size_t, Fact>> known;  // on the first rank
+  std::set<Name> wrong;
+  Fact first_wrong;  // its value: what the message says of it
   for (size_t rank = 0; rank < by_rank.size(); ++rank) {
     if (rank > 0 && by_rank[rank] == by_rank[0]) continue;
-    std::set<std::pair<std::string, std::string>> own;
+    std::set<Name> own;
     for (Receiver in(by_rank[rank]); !in.done();) {
       Fact fact{in.text(), in.text(), in.text(), in.text()};
       own.emplace(fact.set, fact.name);
       const auto [entry, is_new] = known.try_emplace({fact.set, fact.name}, rank, fact);
       const auto& [first, other] = entry->second;
       if (is_new && rank > 0 && fact.set.empty()) refuse(call, fact, kMissing, 0, fact.value, rank);
-      if (other.value != fact.value) refuse(call, fact, other.value, first, fact.value, rank);
+      if (other.value == fact.value) continue;
+      if (fact.set.empty()) refuse(call, fact, other.value, first, fact.value, rank);
+      fact.value = fmt::format("has other values on rank {} than on rank {}", first, rank);
+      if (wrong.empty()) first_wrong = fact;
+      wrong.emplace(fact.set, fact.name);
     }
     for (const auto& [name, first] : known) {
       if (name.first.empty() && !own.contains(name))
         refuse(call, first.second, first.second.value, first.first, kMissing, rank);
     }
   }
+  if (wrong.empty()) return;
+  fail(Code::kInvalidArgument, "{}: {}{} {}; {}", call, first_wrong.name.c_str(),
+       wrong.size() == 1 ? "" : fmt::format(" (and {} more)", wrong.size() - 1), first_wrong.value,
+       first_wrong.way_out);
 }
 
 }  // namespace

@@ -80,6 +80,9 @@ TEST(Facts, OfBytesAreComparedAmongThoseWhoHoldThem) {
             std::set<std::string>{""});
   EXPECT_EQ(messages({with(all, copy("one", "1", "a")), all, with(changed, copy("other", "7", "b"))}), differ);
   EXPECT_EQ(messages({all, {}, all}), std::set<std::string>{""});
+  const Fact more = copy("more", "1", "all"), other = copy("more", "2", "all");
+  EXPECT_EQ(messages({with(all, more), with(changed, other)}),
+            std::set<std::string>{"+call(): 'all' (and 1 more) has other values on rank 0 than on rank 1; copy it"});
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "group/ranks.h"
 #include "group_checks.h"
 
 namespace shardow::libtorch {
@@ -285,9 +286,10 @@ TEST(C10dGroupOverTcp, MovesLongBlocksAndSaysWhenItsStoreIsGone) {
   auto group_1 = group(stores[1], 1, 2);
   {
     const auto group_0 = group(std::exchange(stores[0], {}), 0, 2);
-    std::jthread sender([&] { group_0->send(std::vector<std::byte>(size_t{9} << 20, std::byte{7}), 1, far()); });
+    std::jthread sender(
+        [&] { group::ranks_of(*group_0).send(std::vector<std::byte>(size_t{9} << 20, std::byte{7}), 1, far()); });
     std::vector<std::byte> bytes(size_t{9} << 20);
-    group_1->recv(bytes, 0, far());
+    group::ranks_of(*group_1).recv(bytes, 0, far());
     EXPECT_EQ(bytes.front(), std::byte{7});
     EXPECT_EQ(bytes.back(), std::byte{7});
   }

@@ -98,17 +98,14 @@ def under_ddp(width: int, layers: int) -> dict[str, Callable[[], object]]:
     return {SPLIT: swap_of(split), COPY: swap_of(copied), STORED: stored(model)}
 
 
-def lines(results: Results) -> list[str]:
+def lines(results: Results, parts: tuple[slice, ...] = (slice(1), slice(1, None))) -> list[str]:
     rows = [
-        [kind, name, samples.seconds(name), *(f"{samples.most(name, 'memory', ranks) / MIB:.0f}" for ranks in PARTS)]
+        [kind, name, samples.seconds(name), *(f"{samples.most(name, 'memory', ranks) / MIB:.0f}" for ranks in parts)]
         for kind, samples in results.items()
         for name in samples.by_name
     ]
     head = ("", "averages in and weights back", "seconds, median (range)", "MiB on rank 0", "MiB on others")
     return [f"Swaps on {WORLD} ranks; memory at the peak above what was there before", "", *report.table(head, rows)]
-
-
-PARTS = (slice(1), slice(1, None))
 
 
 def bars(results: Results) -> list[Bar]:

@@ -202,6 +202,8 @@ void bind_group(nb::module_& m) {
            "Returns "
            "those for all, and those for this rank; both empty, and weigh() is not called, where no rank has any. "
            "Collective.");
+  m.def("await_answers", &await_answers, "seconds"_a,
+        "Waits until torch's stores have answered what this process has asked, or so many seconds.");
   nb::class_<group::StoreGroup, Group, PyGroup>(m, "StoreGroup", "Ranks that meet in a store.")
       .def(
           nb::init<int, std::vector<int>, nb::object, nb::object, nb::object>(), "rank"_a, "ranks"_a, "serve"_a,

@@ -4,13 +4,16 @@
 
 #include <fmt/format.h>
 #include <nanobind/stl/string.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <exception>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -40,11 +43,16 @@ struct Answer {
   int64_t number = 0;
 };
 
+/// Questions of all connections that torch has not answered. Torch's function takes the GIL when it returns, in a
+/// destructor: after the interpreter's end Python ends the thread there, which aborts the process.
+std::atomic<int64_t> unanswered = 0;
+
 /// The questions of one connection, one after the other. A connection that was left is asked nothing more.
 class Questions {
  public:
   ~Questions() {
     const base::Lock lock(mutex_);
+    drop(pending_);
     if (!raised_.is_valid()) return;
     const nb::gil_scoped_acquire gil;
     raised_.reset();
@@ -54,6 +62,7 @@ class Questions {
   void ask(Question question, bool is_order = false) {
     const base::Lock lock(mutex_);
     questions_.push_back(std::move(question));
+    drop(-1);
     if (is_order) ++orders_;
     changed_.notify_all();
   }
@@ -77,6 +86,8 @@ class Questions {
   void leave() {
     const base::Lock lock(mutex_);
     is_left_ = true;
+    drop(static_cast<int64_t>(questions_.size()));
+    questions_.clear();
     changed_.notify_all();
   }
 
@@ -98,6 +109,7 @@ class Questions {
       answer.number = nb::cast<int64_t>(nb::int_(value));
     }
     const base::Lock lock(mutex_);
+    drop(1);
     if (orders_ > 0) {
       --orders_;
     } else {
@@ -108,13 +120,20 @@ class Questions {
 
   void fail(nb::object raised) {
     const base::Lock lock(mutex_);
+    drop(pending_);
     if (!is_left_) raised_ = std::move(raised);
     changed_.notify_all();
   }
 
  private:
+  void drop(int64_t count) SHARDOW_REQUIRES(mutex_) {
+    pending_ -= count;
+    unanswered -= count;
+  }
+
   base::Mutex mutex_;
   base::Condition changed_;
+  int64_t pending_ SHARDOW_GUARDED_BY(mutex_) = 0;  // not answered
   std::deque<Question> questions_ SHARDOW_GUARDED_BY(mutex_);
   size_t orders_ SHARDOW_GUARDED_BY(mutex_) = 0;  // not done
   std::optional<Answer> answer_ SHARDOW_GUARDED_BY(mutex_);
@@ -298,7 +317,15 @@ class ThreadedStore final : public PyStore {
 
 }  // namespace
 
+void await_answers(double seconds) {
+  const nb::gil_scoped_release release;
+  const Deadline until = base::now() + std::chrono::milliseconds(static_cast<int64_t>(1e3 * seconds));
+  while (unanswered > 0 && base::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 std::unique_ptr<PyStore> py_store(nb::object serve, nb::object poll, nb::object put_off) {
+  static const int forked = ::pthread_atfork(nullptr, nullptr, [] { unanswered = 0; });  // a child has no thread
+  static_cast<void>(forked);
   return std::make_unique<ThreadedStore>(std::move(serve), std::move(poll), std::move(put_off));
 }
 

@@ -21,4 +21,7 @@ class PyStore : public Store {
 /// signal's handler does, `put_off(exception)` says whether that comes again later.
 std::unique_ptr<PyStore> py_store(nanobind::object serve, nanobind::object poll, nanobind::object put_off);
 
+/// Waits until torch's stores have answered all that this process has asked, or so many seconds.
+void await_answers(double seconds);
+
 }  // namespace shardow::python

@@ -24,7 +24,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run(kind: str, ranks: int, folder: Path, **variables: str) -> list[tuple[int, str]]:
+def run(kind: str, ranks: int, folder: Path, program: Path = PROGRAM, **variables: str) -> list[tuple[int, str]]:
     """(exit status, standard error) of each rank."""
     shared = {
         **os.environ,
@@ -36,7 +36,7 @@ def run(kind: str, ranks: int, folder: Path, **variables: str) -> list[tuple[int
     }
     started = [
         subprocess.Popen(
-            [sys.executable, PROGRAM, kind, folder],
+            [sys.executable, program, kind, folder],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -62,3 +62,9 @@ def test_ends_cleanly_every_time(kind: str, ranks: int, tmp_path: Path) -> None:
 def test_ranks_that_wait_for_a_late_one_print_nothing(tmp_path: Path) -> None:
     """Torch warns wherever a wait of its store ends in vain; half an hour of waiting was thousands of lines."""
     assert run("fsdp2", 2, tmp_path, LATE="6" if ALL else "1.5") == [(0, "")] * 2
+
+
+def test_a_rank_ends_when_its_keys_are_erased(tmp_path: Path) -> None:
+    """Else torch's function comes back to an interpreter that has ended, which aborts the process now and then."""
+    assert run("plain", 2, tmp_path, PROGRAM.with_name("left_behind.py")) == [(0, "")] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["-1-verdict", "0-lane-0", "1-lane-0"]

@@ -319,8 +319,8 @@ class ThreadedStore final : public PyStore {
 
 void await_answers(double seconds) {
   const nb::gil_scoped_release release;
-  const Deadline until = base::now() + std::chrono::milliseconds(static_cast<int64_t>(1e3 * seconds));
-  while (unanswered > 0 && base::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  constexpr std::chrono::milliseconds kPause{1};
+  for (double waited = 0; unanswered > 0 && waited < seconds; waited += 1e-3) std::this_thread::sleep_for(kPause);
 }
 
 std::unique_ptr<PyStore> py_store(nb::object serve, nb::object poll, nb::object put_off) {

@@ -90,6 +90,7 @@ std::string size_text(int64_t bytes) {
 group::Facts facts_of(const Request& request) {
   const auto& [files, path, options, more] = request;
   std::vector<std::string> names;
+  names.reserve(files.size());
   for (const SaveFile& file : files) names.push_back(file.name);
   group::Facts facts = {{"path", path.string()},
                         {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},

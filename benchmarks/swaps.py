@@ -98,7 +98,8 @@ def under_ddp(width: int, layers: int) -> dict[str, Callable[[], object]]:
     return {SPLIT: swap_of(split), COPY: swap_of(copied), STORED: stored(model)}
 
 
-def lines(results: Results, parts: tuple[slice, ...] = (slice(1), slice(1, None))) -> list[str]:
+def lines(results: Results) -> list[str]:
+    parts = (slice(1), slice(1, None))  # of ranks: the first, the others
     rows = [
         [kind, name, samples.seconds(name), *(f"{samples.most(name, 'memory', ranks) / MIB:.0f}" for ranks in parts)]
         for kind, samples in results.items()
@@ -110,11 +111,10 @@ def lines(results: Results, parts: tuple[slice, ...] = (slice(1), slice(1, None)
 
 def bars(results: Results) -> list[Bar]:
     """Returns what is asked of a swap: no slower than what needs no communication, where it needs none either."""
+    sharded, replicas = results["FSDP2"], results["DDP"]
     return [
-        at_most(
-            "FSDP2: a swap and back, times diffusers' of the same shards", results["FSDP2"].ratio(SPLIT, STORED), 1
-        ),
-        at_most('DDP, replicas="copy": a swap and back, times diffusers\'', results["DDP"].ratio(COPY, STORED), 1),
+        at_most("FSDP2: a swap and back, times diffusers' of the same shards", sharded.ratio(SPLIT, STORED), 1),
+        at_most('DDP, replicas="copy": a swap and back, times diffusers\'', replicas.ratio(COPY, STORED), 1),
     ]
 
 

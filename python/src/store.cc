@@ -52,7 +52,7 @@ class Questions {
  public:
   ~Questions() {
     const base::Lock lock(mutex_);
-    drop(pending_);
+    count(-pending_);
     if (!raised_.is_valid()) return;
     const nb::gil_scoped_acquire gil;
     raised_.reset();
@@ -62,7 +62,7 @@ class Questions {
   void ask(Question question, bool is_order = false) {
     const base::Lock lock(mutex_);
     questions_.push_back(std::move(question));
-    drop(-1);
+    count(1);
     if (is_order) ++orders_;
     changed_.notify_all();
   }
@@ -86,7 +86,7 @@ class Questions {
   void leave() {
     const base::Lock lock(mutex_);
     is_left_ = true;
-    drop(static_cast<int64_t>(questions_.size()));
+    count(-static_cast<int64_t>(questions_.size()));
     questions_.clear();
     changed_.notify_all();
   }
@@ -109,7 +109,7 @@ class Questions {
       answer.number = nb::cast<int64_t>(nb::int_(value));
     }
     const base::Lock lock(mutex_);
-    drop(1);
+    count(-1);
     if (orders_ > 0) {
       --orders_;
     } else {
@@ -120,15 +120,16 @@ class Questions {
 
   void fail(nb::object raised) {
     const base::Lock lock(mutex_);
-    drop(pending_);
+    count(-pending_);
     if (!is_left_) raised_ = std::move(raised);
     changed_.notify_all();
   }
 
  private:
-  void drop(int64_t count) SHARDOW_REQUIRES(mutex_) {
-    pending_ -= count;
-    unanswered -= count;
+  /// Counts questions that are asked, or with a minus sign answered or given up.
+  void count(int64_t questions) SHARDOW_REQUIRES(mutex_) {
+    pending_ += questions;
+    unanswered += questions;
   }
 
   base::Mutex mutex_;

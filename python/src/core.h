@@ -3,7 +3,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "group/facts.h"
@@ -24,12 +26,8 @@ inline nanobind::bytes to_bytes(const std::string& text) {
   return nanobind::bytes(text.data(), text.size());
 }
 
-/// Returns bytes of each rank.
-inline std::vector<std::string> texts_of(const nanobind::list& by_rank) {
-  std::vector<std::string> texts;
-  for (const nanobind::handle text : by_rank) texts.push_back(text_of(text));
-  return texts;
-}
+/// Returns comparisons that Python gives as a list, which keeps them. The GIL is held.
+group::Comparisons comparisons_of(nanobind::handle list);
 
 /// Returns facts that Python gives as (name, value, hint, set).
 group::Facts facts_of(const nanobind::list& facts);
@@ -40,6 +38,28 @@ void throw_if_ours(const nanobind::python_error& raised);
 /// "ValueError: decay=7.0". What python_error::what() says begins with the whole stack, and a status is cut at its end.
 /// The GIL is held.
 std::string without_stack(const nanobind::python_error& raised);
+
+/// An exception of Python's within a call of the engine: other ranks get its text, this one the exception.
+class Raised final : public std::runtime_error {
+ public:
+  explicit Raised(nanobind::python_error error) : std::runtime_error(without_stack(error)), error_(std::move(error)) {}
+
+  bool is(nanobind::handle kind) const { return error_.matches(kind); }  ///< the GIL is held, as for restore()
+  void restore() const { nanobind::python_error(error_).restore(); }
+
+ private:
+  nanobind::python_error error_;
+};
+
+/// Returns fn(), or throws what it raised as Raised. The GIL is held.
+template <class Fn>
+auto raising(Fn fn) {
+  try {
+    return fn();
+  } catch (nanobind::python_error& error) {
+    throw Raised(std::move(error));
+  }
+}
 
 void bind_engine(nanobind::module_& m);  ///< all of them
 

@@ -61,7 +61,7 @@ void bind_ema(nb::module_& m) {
         "[(name, metadata)] of the files of a saved EMA, one for each average.");
   const group::Fact updates = average::updates_fact(0);
   m.attr("UPDATES") = nb::make_tuple(updates.name, updates.way_out);
-  nb::class_<ema::EqualStates, group::Compared>(m, "EqualStates", "Compares the states of EMAs, and facts.")
+  nb::class_<ema::EqualStates, group::Comparison>(m, "EqualStates", "Compares the states of EMAs, and facts.")
       .def(
           "__init__",
           [](ema::EqualStates* memory, const std::string& call, const std::string& state, const nb::list& facts) {

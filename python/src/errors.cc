@@ -25,6 +25,8 @@ void raise(Code code, const char* message, int error) try {
 void translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
+  } catch (const Raised& raised) {
+    raised.restore();
   } catch (const Error& error) {
     raise(error.code(), error.what(), error.os_errno());
   } catch (const std::filesystem::filesystem_error& error) {

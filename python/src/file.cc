@@ -52,41 +52,33 @@ file::Request request_of(std::vector<SaveFile> files, const base::Path& path, co
   return {std::move(files), path, std::move(options)};
 }
 
-/// By words() and sum_up() of `compared`, which must outlive it.
-group::Comparison comparison(Callbacks& callbacks, const nb::object& compared) {
-  const auto words = [&] {
-    return callbacks.call(
-        "", [&] { return text_of(compared.attr("words")()); }, false);
+/// Returns a preparation by Python's look(), whose list `kept` keeps.
+group::CollectiveCall::Prepare looking(Callbacks& callbacks, const nb::object& steps, nb::object& kept) {
+  return [&] {
+    const auto look = [&] { return comparisons_of(kept = steps.attr("look")()); };
+    return callbacks.call("", look, false);
   };
-  const auto sum_up = [&](const std::vector<std::string>& words) {
-    return callbacks.call("", [&] {
-      nb::list by_rank;
-      for (const std::string& one : words) by_rank.append(to_bytes(one));
-      return text_of(compared.attr("sum_up")(by_rank));
-    });
-  };
-  return {words, sum_up};
 }
 
 /// StagedSave and what it refers to: the group, and who is told of progress.
 class Save {
  public:
-  Save(nb::object group, const nb::callable& request, double timeout, const nb::object& compared)
+  Save(nb::object group, const nb::callable& request, double timeout, const nb::object& metadata)
       : group_(std::move(group)) {
     const auto ask = [&] {
-      const auto asked = nb::cast<nb::tuple>(request());
-      told_ = asked[1];
-      auto own = std::move(nb::cast<file::Request&>(asked[0]));
+      nb::object asked;
+      std::tie(asked, told_, compared_) = nb::cast<std::tuple<nb::object, nb::object, nb::object>>(request());
+      auto own = std::move(nb::cast<file::Request&>(asked));
       own.options.progress = callbacks_.progress(told_);
       return own;
     };
     file::SaveCall call{[&] { return callbacks_.call("", ask, false); }};
-    if (!compared.is_none()) {
-      call.compared = comparison(callbacks_, compared);
-      call.metadata = [&](const std::string& sum) {
-        return callbacks_.call(
-            "", [&] { return nb::cast<std::vector<Strings>>(compared.attr("metadata")(to_bytes(sum))); });
-      };
+    call.compared = [&] {
+      const nb::gil_scoped_acquire gil;
+      return comparisons_of(compared_);
+    };
+    if (!metadata.is_none()) {
+      call.metadata = [&] { return callbacks_.call("", [&] { return nb::cast<std::vector<Strings>>(metadata()); }); };
     }
     Group& ranks = nb::cast<Group&>(group_);
     callbacks_.run([&] { save_ = call.begin(ranks, milliseconds(timeout)); });
@@ -106,7 +98,7 @@ class Save {
   }
 
  private:
-  nb::object group_, told_;
+  nb::object group_, told_, compared_;
   Callbacks callbacks_;
   std::unique_ptr<StagedSave> save_;
 };
@@ -136,16 +128,18 @@ nb::list list_of(const file::Catalogs& catalogs) {
 /// Opens checkpoints, as the methods of `steps` say.
 void open_checkpoints(Group& group, const nb::object& steps, double timeout) {
   Callbacks callbacks;
+  nb::object compared;
   file::Finding finding;
-  finding.compared = comparison(callbacks, steps);
+  finding.compared = looking(callbacks, steps, compared);
   finding.find = [&] {
     return callbacks.call("", [&] { return file::Location{nb::cast<std::vector<base::Path>>(steps.attr("find")())}; });
   };
-  finding.words = [&](const file::Location&, const file::Catalogs& catalogs) {
+  finding.opened = [&](const file::Location&, const file::Catalogs& catalogs) {
     callbacks.call("", [&] { steps.attr("opened")(list_of(catalogs)); });
-    return std::string();
+    return group::Comparisons();
   };
-  callbacks.run([&] { finding.run(group, milliseconds(timeout)); });
+  group::CollectiveCall ranks(group, milliseconds(timeout));
+  callbacks.run([&] { finding.run(ranks); });
 }
 
 /// A load whose steps are the methods of `steps`.
@@ -153,8 +147,9 @@ nb::list load_files(Group& group, const nb::object& steps, bool verify, bool che
                     const nb::object& progress) {
   Callbacks callbacks;
   const LoadOptions options = reading(true, verify, check_only, timeout, callbacks.progress(progress));
+  nb::object compared;
   file::LoadCall call;
-  call.compared = comparison(callbacks, steps);
+  call.compared = looking(callbacks, steps, compared);
   call.find = [&] {
     return callbacks.call("", [&] {
       auto [path, names, words] =
@@ -221,11 +216,10 @@ void bind_file(nb::module_& m) {
       m, "Save",
       "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
       .def(nb::init<nb::object, const nb::callable&, double, const nb::object&>(), "group"_a, "request"_a,
-           "timeout"_a = 600.0, "compared"_a = nb::none(),
-           "`request()` returns this rank's SaveRequest, and who is told of progress or None; what it raises ends the "
-           "save on all ranks. Then ranks compare: "
-           "`compared.words()` are this rank's, `compared.sum_up(words)` is made on one rank of all ranks', and "
-           "`compared.metadata(sum)`, on every rank, returns more metadata of each file.")
+           "timeout"_a = 600.0, "metadata"_a = nb::none(),
+           "`request()` returns this rank's SaveRequest, who is told of progress or None, and what ranks compare, a "
+           "list; what it raises ends the save on all ranks. When that is compared, `metadata()` returns more metadata "
+           "of each file on every rank.")
       .def_prop_ro("staging_bytes", &Save::staging_bytes)
       .def("stage", &Save::stage, "memory"_a, "bytes"_a, "Copies what this rank will write to an address.")
       .def("write", &Save::write);
@@ -240,17 +234,17 @@ void bind_file(nb::module_& m) {
       .def_prop_ro("metadata", &Checkpoint::metadata, "of the first file")
       .def("read", nb::overload_cast<const TensorView&>(&Checkpoint::read, nb::const_), "view"_a,
            nb::call_guard<nb::gil_scoped_release>(), "Fills a view from the tensor of its name.");
-  m.def(
-      "load_files", &load_files, "group"_a, "steps"_a, "verify"_a = true, "check_only"_a = false, "timeout"_a = 600.0,
-      "progress"_a = nb::none(),
-      "A load of one or several files by the methods of `steps`: LoadCall in src/file/load.h. words(), sum_up(words); "
-      "find() -> (path, names, words), on rank 0; choose(words, [Checkpoint]) -> [(tensors, strict)]; begin(reports); "
-      "end(). What one raises on one rank is raised on all. Returns reports by file. Collective.");
-  m.def(
-      "open_checkpoints", &open_checkpoints, "group"_a, "steps"_a, "timeout"_a,
-      "Opens what all ranks find alike, by the methods of `steps`: words(), sum_up(words); find() -> paths, on rank 0; "
-      "opened([Checkpoint]), again where one was replaced meanwhile. What one raises on one rank is raised on all. "
-      "Collective.");
+  m.def("load_files", &load_files, "group"_a, "steps"_a, "verify"_a = true, "check_only"_a = false, "timeout"_a = 600.0,
+        "progress"_a = nb::none(),
+        "A load of one or several files by the methods of `steps`: LoadCall in src/file/load.h. look() -> what ranks "
+        "compare, a list; find() -> (path, names, words), on rank 0; choose(words, [Checkpoint]) -> [(tensors, "
+        "strict)]; begin(reports); "
+        "end(). What one raises on one rank is raised on all. Returns reports by file. Collective.");
+  m.def("open_checkpoints", &open_checkpoints, "group"_a, "steps"_a, "timeout"_a,
+        "Opens what all ranks find alike, by the methods of `steps`: look() -> what ranks compare, a list; find() -> "
+        "paths, on rank 0; opened([Checkpoint]), again where one was replaced meanwhile. What one raises on one rank "
+        "is raised on all. "
+        "Collective.");
   nb::class_<LockedPath>(m, "LockedPath", "While it is held, no save to a path begins.")
       .def(nb::init<base::Path>(), "path"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Raises DeadlineError where a living save holds the path, IoError where the lock's file cannot be made.")

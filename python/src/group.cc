@@ -18,7 +18,7 @@
 
 #include "callbacks.h"
 #include "core.h"
-#include "group/agree.h"
+#include "group/collective_call.h"
 #include "group/facts.h"
 #include "group/store_group.h"
 #include "store.h"
@@ -48,8 +48,8 @@ auto in_python(Fn fn) {
 struct PyGroup final : group::StoreGroup {
   NB_TRAMPOLINE(group::StoreGroup, 3);
 
-  PyGroup(int rank, std::vector<int> ranks, nb::object serve, nb::object poll, nb::object put_off)
-      : PyGroup(py_store(std::move(serve), std::move(poll), std::move(put_off)), rank, std::move(ranks)) {}
+  PyGroup(int rank, std::vector<int> ranks, nb::object serve)
+      : PyGroup(py_store(std::move(serve)), rank, std::move(ranks)) {}
 
   bool moves_blocks() const noexcept override { return moves_blocks_; }
   void set_moves_blocks(bool moves) { moves_blocks_ = moves; }
@@ -88,7 +88,7 @@ struct PyGroup final : group::StoreGroup {
 /// Returns a decision that Python makes of all ranks' words. Its exception is all ranks' error, or interrupts the
 /// round.
 template <class Fn>
-auto weighed(Group& group, const std::vector<std::string>& by_rank, Fn fn) {
+auto weighed(const std::vector<std::string>& by_rank, Fn fn) {
   const nb::gil_scoped_acquire gil;
   try {
     nb::list all;
@@ -96,12 +96,30 @@ auto weighed(Group& group, const std::vector<std::string>& by_rank, Fn fn) {
     return fn(all);
   } catch (nb::python_error& raised) {
     throw_if_ours(raised);
-    auto* const own = dynamic_cast<PyGroup*>(&group);
-    if (own == nullptr || own->size() == 1) throw;
-    if (!raised.matches(PyExc_Exception)) own->python_store().interrupt(std::move(raised));
+    if (!raised.matches(PyExc_Exception)) interrupt(std::move(raised));
     throw std::runtime_error(without_stack(raised));
   }
 }
+
+/// A comparison whose steps a subclass of Python's makes.
+struct PyComparison final : group::Comparison {
+  NB_TRAMPOLINE(group::Comparison, 3);
+
+  std::string words() override {
+    const nb::gil_scoped_acquire gil;
+    return raising([&] { return text_of(self().attr("words")()); });
+  }
+  std::string sum_up(const std::vector<std::string>& by_rank) const override {
+    return weighed(by_rank, [&](const nb::list& all) { return text_of(self().attr("sum_up")(all)); });
+  }
+  void take(group::CollectiveCall& /*call*/, const std::string& total) override {
+    const nb::gil_scoped_acquire gil;
+    if (nb::hasattr(self(), "take")) self().attr("take")(to_bytes(total));
+  }
+
+ private:
+  nb::handle self() const { return nb_trampoline.base(); }
+};
 
 std::vector<nb::bytes> all_gather(Group& group, const nb::bytes& mine, double timeout) {
   std::vector<std::string> all;
@@ -126,7 +144,7 @@ std::pair<nb::bytes, nb::bytes> decide(Group& group, const nb::bytes& mine, cons
   {
     const std::string_view data(mine.c_str(), mine.size());
     const nb::gil_scoped_release release;
-    const auto choose = [&](const auto& by_rank) { return weighed(group, by_rank, made_by); };
+    const auto choose = [&](const auto& by_rank) { return weighed(by_rank, made_by); };
     answer = group::ranks_of(group).decide(data, choose, in_seconds(timeout));
   }
   return {to_bytes(answer.common), to_bytes(answer.own)};
@@ -147,39 +165,50 @@ nb::bytes compare_set(group::StoreGroup& group, const std::string& key, const st
 
 /// Python's exceptions stay on their rank. Those that are none of Exception (KeyboardInterrupt) leave at once, without
 /// a word to the others.
-nb::bytes agree_on(Group& group, const std::string& call, double timeout, const nb::callable& fn,
-                   const nb::callable& weigh, double behind) {
+void step(Group& group, const std::string& call, double timeout, const nb::callable& prepare, double behind) {
   constexpr double kToTell = 1;
-  std::exception_ptr raised;
-  std::string message, words, common;
   double patience = timeout + behind;
+  nb::object kept;
+  group::Joint joint;
+  std::string words, message;
+  std::exception_ptr raised;
   try {
-    words = text_of(fn());
-  } catch (const nb::python_error& error) {
-    if (!error.matches(PyExc_Exception)) throw;
+    raising([&] {
+      kept = prepare();
+      joint = group::Joint(comparisons_of(kept));
+    });
+    words = joint.words();
+  } catch (const Raised& error) {
+    if (!error.is(PyExc_Exception)) throw;
+    if (error.is(PyExc_TimeoutError)) patience = std::min(timeout, kToTell);  // it has waited for others already
     raised = std::current_exception();
-    message = without_stack(error);
-    if (error.matches(PyExc_TimeoutError)) patience = std::min(timeout, kToTell);  // it has waited for others already
+    message = error.what();
+  } catch (const Error& error) {
+    raised = std::current_exception();
+    message = error.what();
   }
-  const auto step = [&] {
+  const auto own = [&] {
     if (raised) throw std::runtime_error(message);
     return words;
   };
-  const auto sum_up = [&](const std::vector<std::string>& all) {
-    return weighed(group, all, [&](const nb::list& by_rank) { return text_of(weigh(by_rank)); });
-  };
+  const nb::gil_scoped_release release;
+  group::CollectiveCall ranks(group, milliseconds(timeout));
+  std::string total;
   try {
-    const nb::gil_scoped_release release;
     group.begin(call, milliseconds(timeout));
-    common = group::agree_on(group, in_seconds(patience), step, sum_up);
+    total = group::agree_on(group, in_seconds(patience), own, [&](const auto& all) { return joint.sum_up(all); });
   } catch (...) {
     if (raised) std::rethrow_exception(raised);
     throw;
   }
-  return to_bytes(common);
+  joint.take(ranks, total);
 }
 
 }  // namespace
+
+group::Comparisons comparisons_of(nb::handle list) {
+  return nb::cast<group::Comparisons>(list);
+}
 
 group::Facts facts_of(const nb::list& facts) {
   group::Facts all;
@@ -205,13 +234,10 @@ void bind_group(nb::module_& m) {
   m.def("await_answers", &await_answers, "seconds"_a,
         "Waits until torch's stores have answered what this process has asked, or so many seconds.");
   nb::class_<group::StoreGroup, Group, PyGroup>(m, "StoreGroup", "Ranks that meet in a store.")
-      .def(
-          nb::init<int, std::vector<int>, nb::object, nb::object, nb::object>(), "rank"_a, "ranks"_a, "serve"_a,
-          "poll"_a, "put_off"_a,
-          "`ranks`, by their names in messages. `serve(next, answer, fail)` starts a thread that asks a store of "
-          "torch's "
-          "what next() returns, as (name, key, values), until that is None, and tells what came of it; `poll()` raises "
-          "what interrupts a wait, `put_off(exception)` says whether that comes again later.")
+      .def(nb::init<int, std::vector<int>, nb::object>(), "rank"_a, "ranks"_a, "serve"_a,
+           "`ranks`, by their names in messages. `serve(next, answer, fail)` starts a thread that asks a store of "
+           "torch's "
+           "what next() returns, as (name, key, values), until that is None, and tells what came of it.")
       .def_prop_rw("moves_blocks", &group::Ranks::moves_blocks,
                    [](group::StoreGroup& group, bool moves) { dynamic_cast<PyGroup&>(group).set_moves_blocks(moves); })
       .def_prop_ro("rounds", &group::StoreGroup::rounds, "How many this rank has come to.")
@@ -223,35 +249,30 @@ void bind_group(nb::module_& m) {
            "Ends the next round for all, since this rank was interrupted in `call`.")
       .def("compare_set", &compare_set, "key"_a, "expected"_a, "desired"_a, "timeout"_a,
            "The store's own, of other keys.");
-  nb::class_<group::Compared>(m, "Compared", "One rank's part of a comparison; see src/group/facts.h.")
-      .def(
-          "words", [](group::Compared& own) { return to_bytes(own.words()); }, "This rank's, for a round.")
-      .def(
-          "sum_up",
-          [](const group::Compared& own, const nb::list& by_rank) { return to_bytes(own.sum_up(texts_of(by_rank))); },
-          "by_rank"_a, "What the words of all ranks come to, on one; empty where all is equal.")
-      .def(
-          "take",
-          [](group::Compared& own, Group& group, const nb::bytes& total, double timeout) {
-            const std::string text = text_of(total);
-            const nb::gil_scoped_release release;
-            own.take(group, text, milliseconds(timeout));
-          },
-          "group"_a, "total"_a, "timeout"_a, "Raises what differs. Collective: a round where anything does.");
-  nb::class_<group::EqualFacts, group::Compared>(m, "EqualFacts", "Compares facts: (name, value, hint, set).")
+  nb::class_<group::Comparison, PyComparison>(
+      m, "Comparison",
+      "One rank's part of a comparison. A subclass has words(), this rank's bytes for a round; sum_up(by_rank), on one "
+      "rank, the bytes that all ranks' words come to, of which some may be empty; and take(total), which every rank "
+      "does with those, where there is anything to do. What words() raises on one rank, and sum_up(), all raise.")
+      .def(nb::init<>());
+  nb::class_<group::FromFirst, group::Comparison>(m, "FromFirst", "Takes to all ranks the bytes of rank 0.")
       .def(
           "__init__",
-          [](group::EqualFacts* memory, const std::string& call, const nb::list& facts, bool whole) {
-            new (memory) group::EqualFacts(call, facts_of(facts), whole);
+          [](group::FromFirst* memory, const nb::bytes& own) { new (memory) group::FromFirst(text_of(own)); }, "own"_a)
+      .def_prop_ro("value", [](const group::FromFirst& first) { return to_bytes(first.text); });
+  nb::class_<group::EqualFacts, group::Comparison>(m, "EqualFacts", "Compares facts: (name, value, hint, set).")
+      .def(
+          "__init__",
+          [](group::EqualFacts* memory, const std::string& call, const nb::list& facts) {
+            new (memory) group::EqualFacts(call, facts_of(facts));
           },
-          "call"_a, "facts"_a, "whole"_a = false, "`whole`: they travel as they are, since take() is not called.");
+          "call"_a, "facts"_a);
   m.def("solo", &solo, "A group of one rank, which never waits.");
-  m.def("agree_on", &agree_on, "group"_a, "call"_a, "timeout"_a, "fn"_a, "weigh"_a, "behind"_a = 0.0,
-        "Runs fn on every rank, or raises on all ranks if it raised on any: its own error where it did, "
-        "ConnectionError elsewhere. Returns what weigh() makes, on one rank, of the bytes that fn returned on each; "
-        "empty where all are. `timeout`, in seconds, begins when fn is done, and `behind` beyond it for a rank that "
-        "does wait; one whose fn raised TimeoutError waits a second at most. Collective; `call` is its name in "
-        "messages.");
+  m.def("step", &step, "group"_a, "call"_a, "timeout"_a, "prepare"_a, "behind"_a = 0.0,
+        "Compares on all ranks what prepare() returns on each, a list, in one round; or raises on all ranks if it "
+        "raised on any: its own error where it did, ConnectionError elsewhere. `timeout`, in seconds, begins when "
+        "prepare is done, and `behind` beyond it for a rank that does wait; one that raised TimeoutError waits a "
+        "second at most. Collective; `call` is its name in messages.");
 }
 
 }  // namespace shardow::python

@@ -167,14 +167,18 @@ nb::object next_of(const Connection& connection) {
   return nb::steal(PyCFunction_New(&definition, self.ptr()));
 }
 
+nb::module_ signals() {
+  return nb::module_::import_("shardow.base.signals");
+}
+
 /// An exception that a signal's handler raised. It ends without the GIL; python_error takes that itself.
 class PyInterruption final : public group::Interruption {
  public:
-  PyInterruption(nb::python_error raised, const nb::object& put_off) : raised_(std::move(raised)), put_off_(put_off) {}
+  explicit PyInterruption(nb::python_error raised) : raised_(std::move(raised)) {}
 
   bool put_off() override {
     const nb::gil_scoped_acquire gil;
-    return nb::cast<bool>(put_off_(raised_.value()));
+    return nb::cast<bool>(signals().attr("put_off")(raised_.value()));
   }
 
   std::exception_ptr exception(const std::string& waited) override {
@@ -186,15 +190,12 @@ class PyInterruption final : public group::Interruption {
 
  private:
   nb::python_error raised_;
-  const nb::object& put_off_;  // the store's
 };
 
 class ThreadedStore final : public PyStore {
  public:
-  ThreadedStore(nb::object serve, nb::object poll, nb::object put_off)
+  explicit ThreadedStore(nb::object serve)
       : serve_(std::move(serve)),
-        poll_(std::move(poll)),
-        put_off_(std::move(put_off)),
         main_thread_(nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident"))) {}
 
   ~ThreadedStore() override {
@@ -245,7 +246,6 @@ class ThreadedStore final : public PyStore {
   }
 
   bool is_silent() const noexcept override { return is_silent_; }
-  void interrupt(nb::python_error raised) const override { throw PyInterruption(std::move(raised), put_off_); }
 
  private:
   Connection connected() {
@@ -292,7 +292,7 @@ class ThreadedStore final : public PyStore {
     if (PyThread_get_thread_ident() != main_thread_) return;
     const nb::gil_scoped_acquire gil;
     try {
-      poll_();
+      signals().attr("deliver")();
     } catch (nb::python_error& raised) {
       interrupt(std::move(raised));
     }
@@ -306,7 +306,7 @@ class ThreadedStore final : public PyStore {
                                             asked_));
   }
 
-  const nb::object serve_, poll_, put_off_;
+  const nb::object serve_;
   const unsigned long main_thread_;  // the only one that signals interrupt
   std::vector<Connection> idle_;
   Connection waiting_;   // for a key that others write
@@ -324,10 +324,14 @@ void await_answers(double seconds) {
   for (double waited = 0; unanswered > 0 && waited < seconds; waited += 1e-3) std::this_thread::sleep_for(kPause);
 }
 
-std::unique_ptr<PyStore> py_store(nb::object serve, nb::object poll, nb::object put_off) {
+std::unique_ptr<PyStore> py_store(nb::object serve) {
   static const int forked = ::pthread_atfork(nullptr, nullptr, [] { unanswered = 0; });  // a child has no thread
   static_cast<void>(forked);
-  return std::make_unique<ThreadedStore>(std::move(serve), std::move(poll), std::move(put_off));
+  return std::make_unique<ThreadedStore>(std::move(serve));
+}
+
+void interrupt(nb::python_error raised) {
+  throw PyInterruption(std::move(raised));
 }
 
 }  // namespace shardow::python

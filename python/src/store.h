@@ -12,14 +12,13 @@ namespace shardow::python {
 class PyStore : public Store {
  public:
   virtual bool is_silent() const noexcept = 0;  ///< it did not answer the last time
-
-  /// Interrupts the round that is under way, since Python raised that.
-  [[noreturn]] virtual void interrupt(nanobind::python_error raised) const = 0;
 };
 
-/// `serve(next, answer, fail)` starts a thread, which calls the first until that returns None; `poll()` raises what a
-/// signal's handler does, `put_off(exception)` says whether that comes again later.
-std::unique_ptr<PyStore> py_store(nanobind::object serve, nanobind::object poll, nanobind::object put_off);
+/// `serve(next, answer, fail)` starts a thread, which calls the first until that returns None.
+std::unique_ptr<PyStore> py_store(nanobind::object serve);
+
+/// Interrupts the round that is under way, since Python raised that. The GIL is held.
+[[noreturn]] void interrupt(nanobind::python_error raised);
 
 /// Waits until torch's stores have answered all that this process has asked, or so many seconds.
 void await_answers(double seconds);

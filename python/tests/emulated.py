@@ -64,11 +64,11 @@ class Emulated(StoreGroup):
         """Returns fn() of this rank, as RankGroup.agree()."""
         done: list[Any] = []
 
-        def step() -> bytes:
+        def prepare() -> list[Any]:
             done.append(fn())
-            return b""
+            return []
 
-        _core.agree_on(self, call, timeout, step, lambda _: b"")
+        _core.step(self, call, timeout, prepare)
         return done[0]
 
     def __init__(self, rank: int, size: int, store: Any, name: str) -> None:

@@ -91,13 +91,10 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_in()", options.timeout);
     std::optional<group::EqualFacts> facts;
-    const auto words = [&] {
+    group::CollectiveCall(*options.replicas, options.timeout).compare([&] {
       prepare();
-      return facts.emplace("swap_in()", average::swap_facts(k, counters.updates, weights)).words();
-    };
-    const auto sum_up = [&](const std::vector<std::string>& by_rank) { return facts->sum_up(by_rank); };
-    const std::string total = group::agree_on(*options.replicas, deadline, words, sum_up);
-    facts->take(*options.replicas, total, options.timeout);
+      return group::Comparisons{&facts.emplace("swap_in()", average::swap_facts(k, counters.updates, weights))};
+    });
   } else {
     prepare();
   }

@@ -50,12 +50,12 @@ std::string EqualStates::sum_up(const std::vector<std::string>& by_rank) const {
   return out.bytes();
 }
 
-void EqualStates::take(Group& group, const std::string& total, std::chrono::milliseconds timeout) {
+void EqualStates::take(group::CollectiveCall& call, const std::string& total) {
   if (total.empty()) return;
   Receiver in(total);
   State state = average::state_from_json(state_);
   state.counters.held_non_finite = in.number();
-  facts_->take(group, in.text(), timeout);
+  facts_->take(call, in.text());
   state_ = average::to_json(state.options, state.counters);
 }
 

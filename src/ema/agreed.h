@@ -1,7 +1,6 @@
 // What the ranks of an Average must have equal: its state, and the values of elements that several of them hold.
 #pragma once
 
-#include <chrono>
 #include <optional>
 #include <span>
 #include <string>
@@ -16,7 +15,7 @@ namespace shardow::ema {
 
 /// The states of an Average as its ranks have them, and facts: what must be equal is compared, what each rank counts
 /// for itself is summed.
-class EqualStates final : public group::Compared {
+class EqualStates final : public group::Comparison {
  public:
   /// `own`: this rank's Average::state(). `asked`: what else must be equal.
   EqualStates(std::string call, std::string own, group::Facts asked)
@@ -24,7 +23,7 @@ class EqualStates final : public group::Compared {
 
   std::string words() override;
   std::string sum_up(const std::vector<std::string>& by_rank) const override;  ///< empty where a rank has no words
-  void take(Group& group, const std::string& total, std::chrono::milliseconds timeout) override;
+  void take(group::CollectiveCall& call, const std::string& total) override;
 
   /// This rank's; once it has taken what all have, with the sums of all.
   const std::string& state() const { return state_; }

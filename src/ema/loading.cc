@@ -13,7 +13,6 @@
 #include "ema/agreed.h"
 #include "ema/names.h"
 #include "file/load.h"
-#include "group/agree.h"
 #include "group/facts.h"
 
 namespace shardow {
@@ -108,24 +107,19 @@ void Loading::give_up() {
 
 namespace {
 
-/// What ranks that load averages must have equal.
-group::Comparison same_request(const Average& ema, const LoadOptions& options, OptionsFrom from) {
-  const auto facts = [&ema, &options, from] {
-    return group::EqualFacts("load()",
-                             {{"the EMA", counted(decay_keys(ema.schedules()))},
-                              {"options", name_of(from)},
-                              {"strict", options.strict ? "true" : "false"},
-                              {"verify", options.verify ? "true" : "false"}},
-                             /*whole=*/true);
-  };
-  return {[=] { return facts().words(); }, [=](const auto& by_rank) { return facts().sum_up(by_rank); }};
-}
-
 /// `call`: by its find() or `open`. `where`: for messages.
-EmaLoadReport load_by(Group& group, Loading& loading, file::LoadCall call, const std::string& where,
-                      const LoadOptions& options) {
+EmaLoadReport load_by(Group& group, const Average& ema, Loading& loading, OptionsFrom from, file::LoadCall call,
+                      const std::string& where, const LoadOptions& options) {
   EmaLoadReport report;
   const auto begin = base::now();
+  std::optional<group::EqualFacts> facts;
+  call.compared = [&] {
+    const group::Facts asked = {{"the EMA", counted(decay_keys(ema.schedules()))},
+                                {"options", name_of(from)},
+                                {"strict", options.strict ? "true" : "false"},
+                                {"verify", options.verify ? "true" : "false"}};
+    return group::Comparisons{&facts.emplace("load()", asked)};
+  };
   call.choose = [&](const auto&, const file::Catalogs& files) { return loading.choose(files, where, options.strict); };
   call.begin = [&](const auto&) { loading.begin(group.rank()); };
   try {
@@ -151,15 +145,15 @@ EmaLoadReport load(Group& group, Average& ema, const std::filesystem::path& path
   group.begin("load()", options.timeout);
   ema::Loading loading(ema, from);
   const auto find = [&] { return file::Location{{path}, loading.names_at(path)}; };
-  return ema::load_by(group, loading, {ema::same_request(ema, options, from), find, {}, {}}, path.string(), options);
+  return ema::load_by(group, ema, loading, from, {{}, find, {}, {}}, path.string(), options);
 }
 
 EmaLoadReport load(Group& group, Average& ema, const Checkpoint& checkpoint, const LoadOptions& options,
                    OptionsFrom from) {
   group.begin("load()", options.timeout);
   ema::Loading loading(ema, from);
-  const file::LoadCall call{ema::same_request(ema, options, from), {}, {file::Inside::shared(checkpoint)}, {}};
-  return ema::load_by(group, loading, call, checkpoint.files().at(0).path.string(), options);
+  const std::string where = checkpoint.files().at(0).path.string();
+  return ema::load_by(group, ema, loading, from, {{}, {}, {file::Inside::shared(checkpoint)}, {}}, where, options);
 }
 
 }  // namespace shardow

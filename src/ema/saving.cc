@@ -5,12 +5,10 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "base/turns.h"
 #include "ema/agreed.h"
 #include "ema/names.h"
 #include "file/call.h"
-#include "group/agree.h"
-#include "group/wire.h"
+#include "group/collective_call.h"
 #include "shardow/ema_file.h"
 
 namespace shardow {
@@ -58,37 +56,18 @@ SaveReport save(Group& group, const Average& ema, const std::filesystem::path& p
     copies.emplace("save()", group.size() > 1 ? ema::copies_in(request.files) : group::Facts());
     return request;
   };
-  call.compared.words = [&] {
-    group::Sender out;
-    out.text(states->words());
-    out.text(copies->words());
-    return out.bytes();
-  };
-  call.compared.sum_up = [&](const std::vector<std::string>& by_rank) {
-    const auto columns = group::columns(by_rank);
-    group::Sender out;
-    out.text(states->sum_up(columns[0]));
-    out.text(copies->sum_up(columns[1]));
-    return out.bytes();
-  };
-  call.metadata = [&](const std::string& totals) {
-    group::Receiver in(totals);
-    states->take(group, in.text(), options.timeout);
-    copies->take(group, in.text(), options.timeout);
-    return std::vector<file::Metadata>(ema.size(), file::Metadata{{kStateKey, states->state()}});
-  };
+  call.compared = [&] { return group::Comparisons{&*states, &*copies}; };
+  call.metadata = [&] { return std::vector<file::Metadata>(ema.size(), file::Metadata{{kStateKey, states->state()}}); };
   return call.begin(group, options.timeout)->write();
 }
 
 std::vector<SaveFile> ema_files(Group& group, const Average& ema, std::chrono::milliseconds timeout) {
   group.begin("ema_files()", timeout);
   std::optional<ema::EqualStates> states;
-  const auto words = [&] {
+  group::CollectiveCall(group, timeout).compare([&] {
     check(ema, {});
-    return states.emplace("ema_files()", ema.state(), group::Facts()).words();
-  };
-  const auto sum_up = [&](const std::vector<std::string>& by_rank) { return states->sum_up(by_rank); };
-  states->take(group, group::agree_on(group, base::after(timeout), words, sum_up), timeout);
+    return group::Comparisons{&states.emplace("ema_files()", ema.state(), group::Facts())};
+  });
   return ema_files_with(ema, states->state());
 }
 

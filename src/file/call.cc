@@ -1,193 +1,72 @@
 #include "file/call.h"
 
-#include <set>
+#include <deque>
+#include <optional>
 #include <utility>
 
-#include "base/errors.h"
-#include "base/files.h"
 #include "base/machine.h"
-#include "base/turns.h"
-#include "file/index.h"
-#include "file/kinds.h"
-#include "file/names.h"
 #include "file/sharing.h"
-#include "group/agree.h"
 #include "group/wire.h"
-#include "tensor/dtype.h"
 
 namespace shardow::file {
 namespace {
 
-using base::fail;
-using group::Receiver;
-using group::Sender;
-
-void check_options(std::span<const SaveFile> files, const SaveOptions& options) {
-  if (options.dtype && !is_floating(*options.dtype))
-    fail(Code::kInvalidArgument, "dtype {}: only floating tensors are cast, and to floating types",
-         dtype_name(*options.dtype));
-  if (options.max_shard_size < 0) fail(Code::kInvalidArgument, "max_shard_size {} is negative", options.max_shard_size);
-  std::set<std::string> names;
-  for (const SaveFile& file : files) {
-    const bool plain = base::Path(file.name).filename() == file.name && file.name.ends_with(".safetensors");
-    const bool alone = file.name.empty() && files.size() == 1;  // a checkpoint named by the path
-    if (!alone && (!plain || !names.insert(file.name).second))
-      fail(Code::kInvalidArgument,
-           "'{}' is no name for one of several files: a plain one that ends in .safetensors, once", file.name);
+/// Compares on which machines ranks are, which may share a name.
+class SeveralHosts final : public group::Comparison {
+ public:
+  std::string words() override { return std::to_string(group::digest(base::host_name() + base::view_of_files())); }
+  std::string sum_up(const std::vector<std::string>& by_rank) const override {
+    const bool same = std::all_of(by_rank.begin(), by_rank.end(), [&](const auto& host) { return host == by_rank[0]; });
+    return same ? "" : "several";
   }
-  for (const auto& [name, text] : options.texts) {
-    if (name.empty() || name == "." || name == ".." || base::Path(name).filename() != name ||
-        name.ends_with(".safetensors") || name == kIndexName || (name == kAveragesName && name != options.commit))
-      fail(Code::kInvalidArgument,
-           "'{}' is no name for a text beside a checkpoint: a plain one, of no file that a save writes", name);
-  }
-  if (const auto text = options.texts.find(options.commit); !options.commit.empty()) {
-    const bool is_list = options.commit == kAveragesName || options.commit == kManifestName;
-    if (!is_list || names.empty() || (text != options.texts.end() && !text->second.ends_with('}')))
-      fail(Code::kInvalidArgument,
-           "commit '{}': {} or {} of rank 0's texts, a JSON object, goes with files that have names", options.commit,
-           kAveragesName, kManifestName);
-  }
-  if (options.max_shard_size > 0 && !names.empty())
-    fail(Code::kInvalidArgument, "max_shard_size splits one file; {} are given", files.size());
-}
+  void take(group::CollectiveCall& /*call*/, const std::string& total) override { several = !total.empty(); }
 
-void check_views(std::span<const SaveFile> files, const SaveOptions& options, bool is_produced) {
-  for (const SaveFile& file : files) {
-    if (!is_produced) check_memory(file.tensors);
-    for (const TensorView& view : file.tensors) {
-      if (file.exact && options.dtype && view.dtype != *options.dtype && is_floating(view.dtype)) {
-        fail(Code::kInvalidArgument,
-             "'{}'{}{} is {} and a run goes on from it: dtype {} would round it. Save it without; for inference save "
-             "an Average's views() "
-             "as tensors",
-             view.name, file.name.empty() ? "" : " of ", file.name, dtype_name(view.dtype), dtype_name(*options.dtype));
-      }
-      if (options.dtype && is_floating(view.dtype) && view.dtype != *options.dtype &&
-          (dtype_bits(view.dtype) < 16 || dtype_bits(*options.dtype) < 16)) {
-        fail(Code::kUnsupported, "'{}' is {}; types below 16 bits are not cast", view.name, dtype_name(view.dtype));
-      }
-    }
-  }
-}
+  bool several = false;
+};
 
-/// "5 GB", "4 KiB", "1234567 bytes", "none".
-std::string size_text(int64_t bytes) {
-  struct Unit {
-    int64_t bytes;
-    const char* name;
-  };
-  constexpr Unit kUnits[] = {{1'000'000'000'000, "TB"}, {1LL << 40, "TiB"}, {1'000'000'000, "GB"}, {1LL << 30, "GiB"},
-                             {1'000'000, "MB"},         {1LL << 20, "MiB"}, {1'000, "KB"},         {1LL << 10, "KiB"}};
-  if (bytes == 0) return "none";
-  for (const Unit& unit : kUnits) {
-    if (bytes % unit.bytes == 0) return fmt::format("{} {}", bytes / unit.bytes, unit.name);
-  }
-  return fmt::format("{} bytes", bytes);
-}
-
-/// What must be equal on all ranks.
-group::Facts facts_of(const Request& request) {
-  const auto& [files, path, options, more] = request;
-  std::vector<std::string> names;
-  names.reserve(files.size());
-  for (const SaveFile& file : files) names.push_back(file.name);
-  group::Facts facts = {{"path", path.string()},
-                        {"dtype", options.dtype ? std::string(dtype_name(*options.dtype)) : "none"},
-                        {"max_shard_size", size_text(options.max_shard_size)},
-                        {"checksums", options.checksums ? "on" : "off"},
-                        {"commit", options.commit.empty() ? "none" : options.commit},
-                        {"the list of files", fmt::format("[{}]", fmt::join(names, ", "))}};
-  facts.insert(facts.end(), more.begin(), more.end());
-  return facts;
-}
-
-void send_metadata(Sender& out, std::span<const SaveFile> files, const SaveOptions& options) {
-  for (const SaveFile& file : files) {
+/// Returns what rank 0 alone knows: the nonce of the save, its host, and metadata of each file.
+std::string known_by_first(const Request& request) {
+  group::Sender out;
+  out.text(base::make_nonce());
+  out.text(base::host_name());
+  for (const SaveFile& file : request.files) {
     Metadata all = file.metadata;
-    all.insert(options.metadata.begin(), options.metadata.end());
+    all.insert(request.options.metadata.begin(), request.options.metadata.end());
     out.map(all);
   }
-}
-
-/// Sums up every rank's request: whether facts differ, or what rank 0 alone knows, what else they compare, whether
-/// ranks are on several hosts, who holds what of each file.
-std::string of_all_calls(const std::vector<std::string>& by_rank, const group::EqualFacts& facts,
-                         const group::SumUp& compare) {
-  auto columns = group::columns(by_rank);
-  Sender out;
-  out.text(facts.sum_up(columns[0]));
-  out.text(columns[1][0]);
-  out.text(compare ? compare(columns[2]) : std::string());
-  out.number(std::set(columns[3].begin(), columns[3].end()).size() > 1 ? 1 : 0);
-  for (size_t column = 4; column < columns.size(); ++column) out.text(sum_up(columns[column]));
   return out.bytes();
-}
-
-/// Local.
-void check_request(const Request& request, const Producer* producer) {
-  const auto& [files, path, options, facts] = request;
-  if (producer != nullptr && producer->threads < 1) fail(Code::kInvalidArgument, "{} threads", producer->threads);
-  check_options(files, options);
-  check_views(files, options, producer != nullptr);
-  if (!makes_directory(files, path) && !options.texts.empty())
-    fail(Code::kInvalidArgument, "{}: {} goes with a directory, and this is the name of one file", path.string(),
-         options.texts.begin()->first);
 }
 
 }  // namespace
 
-bool makes_directory(std::span<const SaveFile> files, const base::Path& path) {
-  return files.size() != 1 || !files[0].name.empty() || path.extension() != ".safetensors";
-}
-
-void check_memory(std::span<const TensorView> views) {
-  for (const TensorView& view : views) {
-    if (view.data == nullptr && view.region.size() > 0)
-      fail(Code::kInvalidArgument, "'{}' has no memory: its data is null", view.name);
-  }
-}
-
-Call same_call(Group& group, const SaveCall& call, std::chrono::milliseconds timeout) {
+Call same_call(group::CollectiveCall& ranks, const SaveCall& call) {
   Call known;
-  std::vector<Holding> held;
+  SeveralHosts hosts;
   std::optional<group::EqualFacts> facts;
-  const auto look = [&] {
+  std::optional<group::FromFirst> first;
+  std::deque<SharedTensors> tensors;
+  ranks.compare([&] {
     known.request = call.request();
     check_request(known.request, call.producer);
-    Sender own;
-    if (group.rank() == 0) {
-      own.text(base::make_nonce());
-      own.text(base::host_name());
-      send_metadata(own, known.request.files, known.request.options);
+    group::Comparisons parts = {&facts.emplace(call.name, facts_of(known.request)),
+                                &first.emplace(ranks.rank() == 0 ? known_by_first(known.request) : ""), &hosts};
+    if (call.compared) {
+      const group::Comparisons more = call.compared();
+      parts.insert(parts.end(), more.begin(), more.end());
     }
-    Sender request;
-    request.text(facts.emplace(call.name, facts_of(known.request)).words());
-    request.text(own.bytes());
-    request.text(call.compared.words ? call.compared.words() : std::string());
-    request.text(digest(base::host_name() + base::view_of_files()));  // machines may share a name
-    for (const SaveFile& file : known.request.files) request.text(held.emplace_back(file.tensors).words(group.rank()));
-    return request.bytes();
-  };
-  const auto sum_up = [&](const std::vector<std::string>& by_rank) {
-    return of_all_calls(by_rank, *facts, call.compared.sum_up);
-  };
-  const std::string verdict = group::agree_on(group, base::after(timeout), look, sum_up);
-  const size_t files = known.request.files.size();
-  Receiver in(verdict);
-  facts->take(group, in.text(), timeout);
-  const std::string first = in.text();
-  std::vector<Metadata> more(files);
-  if (const std::string compared = in.text(); call.metadata) more = call.metadata(compared);
-  known.several_hosts = in.number() != 0;
-  Receiver own(first);
-  known.nonce = own.text();
-  known.host = own.text();
-  for (size_t file = 0; file < files; ++file) {
-    known.metadata.push_back(own.map());
+    for (const SaveFile& file : known.request.files) parts.push_back(&tensors.emplace_back(file.tensors, ranks.rank()));
+    return parts;
+  });
+  known.several_hosts = hosts.several;
+  group::Receiver in(first->text);
+  known.nonce = in.text();
+  known.host = in.text();
+  std::vector<Metadata> more(known.request.files.size());
+  if (call.metadata) more = call.metadata();
+  for (size_t file = 0; file < tensors.size(); ++file) {
+    known.metadata.push_back(in.map());
     for (auto& [key, text] : more.at(file)) known.metadata.back()[key] = std::move(text);
-    known.tensors.push_back(
-        std::make_shared<const std::vector<Shared>>(shared_from(group, held[file], in.text(), timeout)));
+    known.tensors.push_back(std::make_shared<const std::vector<Shared>>(std::move(tensors[file].all)));
   }
   return known;
 }

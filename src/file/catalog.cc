@@ -16,14 +16,12 @@
 #include "base/errors.h"
 #include "base/machine.h"
 #include "base/paths.h"
-#include "base/turns.h"
 #include "file/header.h"
 #include "file/index.h"
 #include "file/layout.h"
 #include "file/members.h"
 #include "file/names.h"
 #include "file/opened.h"
-#include "group/agree.h"
 #include "group/ranks.h"
 #include "group/wire.h"
 
@@ -343,39 +341,41 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
 
 constexpr size_t kFewBytes = 64 << 10;  // of a fact, which goes through one store; what is longer travels by itself
 
-/// (1) Rank 0 reads what is there, for all. `compared`: in that round.
-Versions read_for_all(Group& group, const std::function<Location()>& find, const group::Comparison& compared,
-                      std::chrono::milliseconds timeout) {
-  Versions versions;
-  std::string text;
-  const auto look = [&] {
-    Sender out;
-    if (compared.words) out.text(compared.words());
-    if (group.rank() != 0) return out.bytes();
-    versions = {find(), base::view_of_files(), {}};
+/// (1) Rank 0 reads what is there, for all.
+class ReadByFirst final : public group::Comparison {
+ public:
+  ReadByFirst(const group::CollectiveCall& call, const std::function<Location()>& find) : call_(call), find_(find) {}
+
+  std::string words() override {
+    if (call_.rank() != 0) return "";
+    versions = {find_(), base::view_of_files(), {}};
     for (const Path& path : versions.location.paths) versions.raw.push_back(read_raw(path, versions.location.names));
-    if (group.size() > 1) text = pack(versions);
-    out.number(static_cast<int64_t>(text.size()));
-    if (text.size() <= kFewBytes) out.text(text);
+    if (call_.size() > 1) text_ = pack(versions);
+    Sender out;
+    out.number(static_cast<int64_t>(text_.size()));
+    if (text_.size() <= kFewBytes) out.text(text_);
     return out.bytes();
-  };
-  const auto sum_up = [&](const std::vector<std::string>& by_rank) {
-    if (!compared.words) return by_rank.front();
-    std::vector<std::string> words;
-    words.reserve(by_rank.size());
-    for (const std::string& one : by_rank) words.push_back(Receiver(one).text());
-    compared.sum_up(words);
-    return by_rank.front().substr(sizeof(int64_t) + words.front().size());
-  };
-  const std::string first = group::agree_on(group, base::after(timeout), look, sum_up);
-  Receiver in(first);
-  const auto size = static_cast<size_t>(in.number());
-  if (size > kFewBytes) {
-    text.resize(size);
-    group::ranks_of(group).broadcast(std::as_writable_bytes(std::span(text)), 0, base::after(timeout));
   }
-  return group.rank() == 0 ? std::move(versions) : unpack(size > kFewBytes ? text : in.text());
-}
+
+  std::string sum_up(const std::vector<std::string>& by_rank) const override { return by_rank.front(); }
+
+  void take(group::CollectiveCall& call, const std::string& total) override {
+    Receiver in(total);
+    const auto size = static_cast<size_t>(in.number());
+    if (size > kFewBytes) {
+      text_.resize(size);
+      group::ranks_of(call.group()).broadcast(std::as_writable_bytes(std::span(text_)), 0, call.deadline());
+    }
+    if (call.rank() != 0) versions = unpack(size > kFewBytes ? text_ : in.text());
+  }
+
+  Versions versions;
+
+ private:
+  const group::CollectiveCall& call_;
+  const std::function<Location()>& find_;
+  std::string text_;
+};
 
 /// Whether what is there is what rank 0 found.
 bool is_found_here(const Path& path, Raw& raw, bool same_machine) {
@@ -437,39 +437,48 @@ const Stored* StoredTensors::find(std::string_view name) const noexcept {
   return find_in(all_, name);
 }
 
-Finding::Outcome Finding::run(Group& group, std::chrono::milliseconds timeout) const {
+Catalogs Finding::run(group::CollectiveCall& call) const {
   constexpr int kAttempts = 50;
-  Outcome outcome;
+  std::string sum;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    Versions versions = read_for_all(group, find, attempt == 0 ? compared : group::Comparison{}, timeout);
+    ReadByFirst read(call, find);
+    call.compare([&] {
+      group::Comparisons parts = attempt == 0 && compared ? compared() : group::Comparisons();
+      parts.push_back(&read);
+      return parts;
+    });
+    Catalogs catalogs;
+    group::Joint joint;
     const auto open_here = [&] {  // (2) every rank opens the same
-      if (const std::string missed = missed_here(versions, group.rank()); !missed.empty()) return "-" + missed;
-      outcome.catalogs = to_catalogs(versions);
-      const std::string own = words ? words(versions.location, outcome.catalogs) : std::string();
-      return own.empty() ? own : "+" + own;
+      if (const std::string missed = missed_here(read.versions, call.rank()); !missed.empty()) return "-" + missed;
+      catalogs = to_catalogs(read.versions);
+      if (opened) joint = group::Joint(opened(read.versions.location, catalogs));
+      const std::string words = joint.words();
+      return words.empty() ? words : "+" + words;
     };
     const auto together = [&](std::vector<std::string> by_rank) {
-      for (std::string& one : by_rank) {
-        if (one.starts_with('-')) return one;  // who came too late for the version
-        if (!one.empty()) one.erase(0, 1);
+      for (std::string& words : by_rank) {
+        if (words.starts_with('-')) return words;  // the rank came too late for the version
+        if (!words.empty()) words.erase(0, 1);
       }
-      return "+" + sum_up(by_rank);
+      return "+" + joint.sum_up(by_rank);
     };
-    outcome.sum = group::agree_on(group, base::after(timeout), open_here, together);
-    if (outcome.sum.starts_with('-')) continue;
-    if (!outcome.sum.empty()) outcome.sum.erase(0, 1);
-    return outcome;
+    sum = call.step(open_here, together);
+    if (sum.starts_with('-')) continue;
+    joint.take(call, sum.empty() ? sum : sum.substr(1));
+    return catalogs;
   }
   const std::string message = fmt::format(
       "{} does not find what rank 0 found, {} times; is it replaced all the time, or not on storage that all machines "
       "share?",
-      outcome.sum.substr(1), kAttempts);
+      sum.substr(1), kAttempts);
   throw Error(Code::kIo, message, ESTALE);
 }
 
 Catalogs share_catalogs(Group& group, const Path& path, const std::vector<std::string>& names,
                         std::chrono::milliseconds timeout) {
-  return Finding{{}, [&] { return Location{{path}, names}; }}.run(group, timeout).catalogs;
+  group::CollectiveCall call(group, timeout);
+  return Finding{{}, [&] { return Location{{path}, names}; }}.run(call);
 }
 
 }  // namespace shardow::file

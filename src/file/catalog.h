@@ -14,7 +14,7 @@
 
 #include "file/header.h"
 #include "file/opened.h"
-#include "group/agree.h"
+#include "group/collective_call.h"
 #include "shardow/checkpoint.h"
 #include "shardow/group.h"
 
@@ -76,17 +76,13 @@ struct Location {
 /// How ranks find and open the same version of each file, of one checkpoint or of several. What one rank throws is
 /// thrown on all.
 struct Finding {
-  group::Comparison compared = {};  ///< in the first round
-  std::function<Location()> find;   ///< on rank 0, after compared.words(); again where a version went meanwhile
-  /// On every rank, in the round that finds out whether all have the same version; again where not.
-  std::function<std::string(const Location&, const Catalogs&)> words = {};
-  group::SumUp sum_up = group::of_first;  ///< of all ranks' words
+  group::CollectiveCall::Prepare compared = {};  ///< in the first round
+  std::function<Location()> find;                ///< on rank 0, after that; again where a version went meanwhile
+  /// Returns on every rank what is compared in the round that finds out whether all have the same version; again where
+  /// they have not.
+  std::function<group::Comparisons(const Location&, const Catalogs&)> opened = {};
 
-  struct Outcome {
-    Catalogs catalogs;  ///< by name, or by path
-    std::string sum;    ///< what sum_up() made
-  };
-  Outcome run(Group& group, std::chrono::milliseconds timeout) const;  ///< collective
+  Catalogs run(group::CollectiveCall& call) const;  ///< collective; by name, or by path
 };
 
 /// `path` is a file, or a directory with an index or with model.safetensors; with `names`, these files of a directory,

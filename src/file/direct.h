@@ -11,7 +11,7 @@
 #include "file/feed.h"
 #include "file/lanes.h"
 #include "file/output.h"
-#include "group/parts.h"
+#include "group/collective_call.h"
 #include "tensor/runs.h"
 
 namespace shardow::file {

@@ -11,15 +11,13 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
-#include "file/call.h"
 #include "file/environment.h"
 #include "file/ownership.h"
 #include "file/reader.h"
+#include "file/save_request.h"
 #include "file/sharing.h"
 #include "file/sums.h"
 #include "group/agree.h"
-#include "group/parts.h"
-#include "group/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
@@ -27,8 +25,6 @@ namespace file {
 namespace {
 
 using base::fail;
-using group::Receiver;
-using group::Sender;
 
 bool can_cast(DType from, DType to) {
   return from == to || (is_floating(from) && is_floating(to) && dtype_bits(from) >= 16 && dtype_bits(to) >= 16);
@@ -44,32 +40,23 @@ std::string difference(const Entry& entry, const Shape& shape, DType dtype, cons
   return {};
 }
 
-/// All ranks' words_of(): what is asked for, and of each file whether it must fit and who holds what.
-std::string sum_up_words(const std::vector<std::string>& by_rank) {
-  const auto columns = group::columns(by_rank);
-  Sender out;
-  out.number(asked_by_any(columns[0]));
-  for (size_t i = 1; i < columns.size(); i += 2) {
-    out.number(asked_by_any(columns[i]));
-    out.text(sum_up(columns[i + 1]));
-  }
-  return out.bytes();
-}
-
 /// One file's part of a load.
 struct Filling {
   const std::shared_ptr<const Catalog> catalog;
-  Chosen chosen;
-  const Holding holding{chosen.views};
-  std::vector<Shared> wanted = {};         ///< by all ranks, ascending by name
+  const std::vector<TensorView> views;
+  Asked strict;
+  SharedTensors wanted;                    ///< by all ranks
   std::vector<const Stored*> stored = {};  ///< of each, or null
   std::optional<Sums> sums = {};
   std::vector<Reader::Job> jobs = {};
   std::optional<Reader> reader = {};  ///< while there is something to read
   int64_t bytes_read = 0;
-  std::string sum_words = {};  ///< of what was read, for sums
 
-  Filling(std::shared_ptr<const Catalog> where, Chosen what) : catalog(std::move(where)), chosen(std::move(what)) {}
+  Filling(std::shared_ptr<const Catalog> where, Chosen chosen, int rank)
+      : catalog(std::move(where)),
+        views(std::move(chosen.views)),
+        strict(chosen.strict ? kStrict : 0),
+        wanted(views, rank) {}
   int64_t bytes_in_all() const;
   group::Part part(int rank, bool verify);
 };
@@ -77,9 +64,9 @@ struct Filling {
 /// Bytes that all ranks together will read, as they are in the file.
 int64_t Filling::bytes_in_all() const {
   int64_t total = 0;
-  for (size_t i = 0; i < wanted.size(); ++i) {
+  for (size_t i = 0; i < wanted.all.size(); ++i) {
     if (stored[i] == nullptr) continue;
-    for (const Shared::Piece& piece : wanted[i].pieces)
+    for (const Shared::Piece& piece : wanted.all[i].pieces)
       total +=
           piece.region.size() * dtype_bits(stored[i]->entry.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
   }
@@ -88,9 +75,9 @@ int64_t Filling::bytes_in_all() const {
 
 group::Part Filling::part(int rank, bool verify) {
   if (!reader) {
-    if (verify) sums.emplace(catalog->path, wanted, stored);
-    Finder finder(wanted);
-    for (const TensorView& view : chosen.views) {
+    if (verify) sums.emplace(catalog->path, wanted.all, stored);
+    Finder finder(wanted.all);
+    for (const TensorView& view : views) {
       const size_t at = finder.find(view.name).value();
       if (stored[at] != nullptr) jobs.push_back({&view, stored[at], sums && sums->of(at), at});
     }
@@ -99,7 +86,7 @@ group::Part Filling::part(int rank, bool verify) {
   const group::Part part = reader->part();
   if (part.last) {
     bytes_read = reader->bytes();
-    if (sums) sum_words = sums->words(rank, jobs, reader->sums());
+    if (sums) sums->add(rank, jobs, reader->sums());
     reader.reset();
   }
   return part;
@@ -107,68 +94,42 @@ group::Part Filling::part(int rank, bool verify) {
 
 using Fillings = std::deque<Filling>;
 
-std::string words_of(const Fillings& fillings, const LoadOptions& options, int rank) {
-  Sender out;
-  out.text(asked_by(options));
-  for (const Filling& one : fillings) {
-    out.text(one.chosen.strict ? "1" : "0");
-    out.text(one.holding.words(rank));
-  }
-  return out.bytes();
-}
-
-/// Returns the comparison for when each rank has read what it wants; `end`: before that.
-group::Comparison comparison_of(const Fillings& fillings, const std::function<void()>& end) {
-  const auto words = [&fillings, end] {
-    if (end) end();
-    Sender out;
-    for (const Filling& one : fillings) out.text(one.sum_words);
-    return out.bytes();
-  };
-  const auto sum_up = [&fillings](const std::vector<std::string>& by_rank) {
-    const auto sums = group::columns(by_rank);
-    for (size_t f = 0; f < fillings.size(); ++f) {
-      if (fillings[f].sums) fillings[f].sums->compare(sums[f]);
-    }
-    return std::string();
-  };
-  return {words, sum_up};
-}
-
-/// `sum`: of all ranks' words. What they want fits, or throws the same on all ranks; then each reads its own. One step,
-/// if all are done within the time of a part.
-std::vector<LoadReport> load_agreed(Group& group, Fillings& fillings, const std::string& sum, const LoadCall& call,
-                                    const LoadOptions& options) {
-  Receiver in(sum);
-  const int64_t asked = in.number();
+/// What all ranks want fits, or throws the same on all; then each reads its own. One step, if all are done within the
+/// time of a part.
+std::vector<LoadReport> load_agreed(group::CollectiveCall& ranks, Fillings& fillings, const Asked& asked,
+                                    const LoadCall& call) {
   std::vector<LoadReport> reports;
   int64_t total = 0;
   for (Filling& filling : fillings) {
-    filling.chosen.strict = in.number() != 0;
-    filling.wanted = shared_from(group, filling.holding, in.text(), options.timeout);
-    Match fit =
-        match(filling.wanted, filling.catalog->tensors, filling.chosen.strict, filling.catalog->path, "the file");
+    Match fit = match(filling.wanted.all, filling.catalog->tensors, filling.strict.has(kStrict), filling.catalog->path,
+                      "the file");
     filling.stored = std::move(fit.stored);
     fit.report.metadata = filling.catalog->metadata();
     reports.push_back(std::move(fit.report));
     total += filling.bytes_in_all();
   }
-  if ((asked & kCheckOnly) != 0) return reports;
+  if (asked.has(kCheckOnly)) return reports;
   auto next = fillings.begin();
   bool begun = false;
-  group::Parts parts(group, options.timeout, total, options.progress);
   const auto part = [&] {
     if (!std::exchange(begun, true) && call.begin) call.begin(reports);
     group::Part all{0, false};
     for (const group::PartTime time; next != fillings.end() && !time.over();) {
-      const group::Part one = next->part(group.rank(), (asked & kVerify) != 0);
+      const group::Part one = next->part(ranks.rank(), asked.has(kVerify));
       all.bytes += one.bytes;
       if (one.last) ++next;
     }
     return group::Part{all.bytes, next == fillings.end()};
   };
-  parts.run(part, comparison_of(fillings, call.end));
-  if ((asked & kProgress) != 0) agree(group, base::after(options.timeout), [&] { parts.tell(); });
+  ranks.work(total, part, [&] {
+    if (call.end) call.end();
+    group::Comparisons sums;
+    for (Filling& filling : fillings) {
+      if (filling.sums) sums.push_back(&*filling.sums);
+    }
+    return sums;
+  });
+  if (asked.has(kProgress)) agree(ranks.group(), ranks.deadline(), [&] { ranks.tell_progress(); });
   for (size_t f = 0; f < reports.size(); ++f) reports[f].bytes_read = fillings[f].bytes_read;
   return reports;
 }
@@ -178,15 +139,14 @@ using KeptOpen = std::pair<std::shared_ptr<base::TimedCalls>, std::shared_ptr<co
 
 }  // namespace
 
-std::string asked_by(const LoadOptions& options) {
-  return std::to_string((options.strict ? kStrict : 0) | (options.verify ? kVerify : 0) |
-                        (options.check_only ? kCheckOnly : 0) | (options.progress ? kProgress : 0));
-}
+Asked::Asked(const LoadOptions& options)
+    : bits((options.strict ? kStrict : 0) | (options.verify ? kVerify : 0) | (options.check_only ? kCheckOnly : 0) |
+           (options.progress ? kProgress : 0)) {}
 
-int64_t asked_by_any(const std::vector<std::string>& by_rank) {
-  int64_t asked = 0;
-  for (const std::string& bits : by_rank) asked |= std::stoll(bits);
-  return asked;
+std::string Asked::sum_up(const std::vector<std::string>& by_rank) const {
+  int64_t all = 0;
+  for (const std::string& own : by_rank) all |= own.empty() ? 0 : std::stoll(own);
+  return std::to_string(all);
 }
 
 Match match(const std::vector<Shared>& wanted, const StoredTensors& tensors, bool strict, const std::string& what,
@@ -230,32 +190,34 @@ std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) 
   const std::shared_ptr<base::TimedCalls> timed = timed_calls(group, options.timeout);
   const Environment machine{timed.get()};
   const InEnvironment here(&machine);
+  group::CollectiveCall ranks(group, options.timeout, options.progress);
   Fillings fillings;
-  const auto tell = [&](const std::string& words, const Catalogs& catalogs) {
+  std::optional<Asked> asked;
+  const auto want = [&](const std::string& words, const Catalogs& catalogs) {
     std::vector<Chosen> chosen = choose(words, catalogs);
     fillings.clear();
+    group::Comparisons parts = {&asked.emplace(options)};
     for (size_t f = 0; f < catalogs.size(); ++f) {
       check_memory(chosen.at(f).views);
-      fillings.emplace_back(catalogs[f], std::move(chosen[f]));
+      Filling& filling = fillings.emplace_back(catalogs[f], std::move(chosen[f]), group.rank());
+      parts.insert(parts.end(), {&filling.strict, &filling.wanted});
     }
-    return words_of(fillings, options, group.rank());
+    return parts;
   };
-  const auto open_words = [&](const Location& location, Catalogs catalogs) {
+  const auto want_opened = [&](const Location& location, Catalogs catalogs) {
     for (auto& catalog : catalogs) {
       const auto kept = std::make_shared<const KeptOpen>(timed, catalog);
       catalog = {kept, kept->second.get()};
     }
-    return tell(location.words, catalogs);
+    return want(location.words, catalogs);
   };
-  std::string sum;
   if (open.empty()) {
-    sum = Finding{compared, find, open_words, sum_up_words}.run(group, options.timeout).sum;
+    Finding{compared, find, want_opened}.run(ranks);
   } else {
-    if (compared.words) group::agree_on(group, base::after(options.timeout), compared.words, compared.sum_up);
-    sum = group::agree_on(
-        group, base::after(options.timeout), [&] { return tell({}, open); }, sum_up_words);
+    if (compared) ranks.compare(compared);
+    ranks.compare([&] { return want({}, open); });
   }
-  std::vector<LoadReport> reports = load_agreed(group, fillings, sum, *this, options);
+  std::vector<LoadReport> reports = load_agreed(ranks, fillings, *asked, *this);
   for (LoadReport& report : reports) report.seconds = base::seconds_since(started);
   return reports;
 }

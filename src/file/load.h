@@ -16,8 +16,19 @@ namespace shardow::file {
 /// What a rank asks for beside tensors, in bits: what one rank asks for, all do.
 constexpr int64_t kStrict = 1, kVerify = 2, kCheckOnly = 4, kProgress = 8;
 
-std::string asked_by(const LoadOptions& options);
-int64_t asked_by_any(const std::vector<std::string>& by_rank);
+/// Compares what ranks ask for.
+class Asked final : public group::Comparison {
+ public:
+  explicit Asked(int64_t own) : bits(own) {}
+  explicit Asked(const LoadOptions& options);
+
+  std::string words() override { return std::to_string(bits); }
+  std::string sum_up(const std::vector<std::string>& by_rank) const override;
+  void take(group::CollectiveCall& /*call*/, const std::string& total) override { bits = std::stoll(total); }
+  bool has(int64_t bit) const { return (bits & bit) != 0; }
+
+  int64_t bits;  ///< this rank's; all ranks', once they are taken
+};
 
 /// What a rank wants of a checkpoint. `strict`: as LoadOptions::strict, in place of it.
 struct Chosen {
@@ -29,9 +40,9 @@ struct Chosen {
 /// `begin` nothing has been changed. Three rounds, if everybody is done within the time of a part and nobody asks for
 /// progress: what is there; who wants what; the bytes.
 struct LoadCall {
-  group::Comparison compared = {};  ///< in the first round
-  std::function<Location()> find;   ///< on rank 0, after compared.words()
-  Catalogs open = {};               ///< in place of it: files that all ranks have open
+  group::CollectiveCall::Prepare compared = {};  ///< in the first round
+  std::function<Location()> find;                ///< on rank 0, after that
+  Catalogs open = {};                            ///< in place of it: files that all ranks have open
   /// What this rank wants of each file, in their order; again where the files have been replaced meanwhile.
   std::function<std::vector<Chosen>(const std::string& words, const Catalogs& catalogs)> choose;
   std::function<void(const std::vector<LoadReport>&)> begin = {};  ///< when all is known to fit

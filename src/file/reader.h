@@ -16,7 +16,7 @@
 #include "file/crc.h"
 #include "file/device.h"
 #include "file/lanes.h"
-#include "group/parts.h"
+#include "group/collective_call.h"
 #include "shardow/region.h"
 #include "shardow/tensor_view.h"
 #include "tensor/runs.h"

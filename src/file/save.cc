@@ -18,9 +18,8 @@
 #include "file/names.h"
 #include "file/staging.h"
 #include "file/stripes.h"
-#include "group/agree.h"
+#include "group/collective_call.h"
 #include "group/counts.h"
-#include "group/parts.h"
 #include "group/ranks.h"
 #include "group/wire.h"
 #include "tensor/dtype.h"
@@ -107,7 +106,7 @@ using namespace file;
 
 struct StagedSave::Plan {
   std::unique_ptr<base::TimedCalls> timed;  ///< where calls are the machine's own
-  Group& group;
+  group::CollectiveCall ranks;
   const file::Producer* producer;  ///< of what has no memory; may be null
   SaveOptions options = {};
   bool hugging_face = false;  ///< files are named by us, and have an index where there are several
@@ -122,10 +121,9 @@ struct StagedSave::Plan {
   bool staged = false, begun = false;
 
   const Environment* environment() const { return timed ? &machine : nullptr; }
-  Deadline deadline() const { return base::after(options.timeout); }
-  Deadline patience() const {
-    return base::after(options.timeout - options.timeout / 4);
-  }  ///< with another save; the ranks wait meanwhile
+  Group& group() const { return ranks.group(); }
+  /// With another save; the ranks wait meanwhile.
+  Deadline patience() const { return base::after(ranks.timeout() - ranks.timeout() / 4); }
   void open();
   std::deque<file::Output> outputs() const;
   std::vector<group::Counts> counts(file::Output& output) const;
@@ -138,19 +136,15 @@ struct StagedSave::Plan {
 
 /// (2)
 void StagedSave::Plan::open() {
-  const std::string found = group::agree_on(
-      group, deadline(),
-      [&] {
-        if (group.rank() != 0) return std::string();
-        file::Sizes sizes;
-        for (const FilePlan& file : layout->files()) sizes.emplace_back(file.name, file.size());
-        staging = std::make_unique<Staging>(*target, std::move(sizes), call.several_hosts, patience());
-        group::Sender out;
-        for (const bool one : {target->in_place, target->random_writes, target->renames}) out.number(one ? 1 : 0);
-        return out.bytes();
-      },
-      group::of_first);
-  group::Receiver in(found);
+  const std::string known = ranks.on_first([&] {
+    file::Sizes sizes;
+    for (const FilePlan& file : layout->files()) sizes.emplace_back(file.name, file.size());
+    staging = std::make_unique<Staging>(*target, std::move(sizes), call.several_hosts, patience());
+    group::Sender out;
+    for (const bool fact : {target->in_place, target->random_writes, target->renames}) out.number(fact ? 1 : 0);
+    return out.bytes();
+  });
+  group::Receiver in(known);
   for (bool* one : {&target->in_place, &target->random_writes, &target->renames}) *one = in.number() != 0;
   if (!target->renames && !target->list_name.empty()) layout->rename_files(target->nonce);
 }
@@ -175,17 +169,16 @@ std::vector<group::Counts> StagedSave::Plan::counts(Output& output) const {
 void StagedSave::Plan::write_anywhere() {
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
-  group::Parts parts(group, options.timeout, layout->total(), options.progress);
-  const std::vector<bool> shared = group::ranks_of(group).moves_blocks()
+  const std::vector<bool> shared = group::ranks_of(group()).moves_blocks()
                                        ? have_short_runs(*layout)
                                        : std::vector<bool>(layout->tensors().size(), false);
-  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, shared, group.size(), false),
-                       false);
+  StripeWriter stripes(group(), ranks.timeout(), mine, *layout, output,
+                       plan_rounds(*layout, shared, ranks.size(), false), false);
   std::vector<Mine> alone;
   std::copy_if(mine.begin(), mine.end(), std::back_inserter(alone),
                [&](const Mine& one) { return !shared[one.tensor]; });
   Direct direct(alone, *layout, outputs, false);
-  parts.run([&] {
+  ranks.work(layout->total(), [&] {
     const group::Part striped = stripes.round();  // while any rank has one
     if (!striped.last) return striped;
     group::Part part = direct.part();
@@ -198,11 +191,11 @@ void StagedSave::Plan::write_anywhere() {
   });
   written = output.written();
   const std::vector<group::Counts> counted = counts(output);
-  group::join_by_rounds(group, counted, deadline());
-  commit([&] { group::join_by_blocks(group, counted, patience()); },
+  group::join_by_rounds(group(), counted, ranks.deadline());
+  commit([&] { group::join_by_blocks(group(), counted, patience()); },
          [&] {
            if (producer != nullptr && producer->check) producer->check();
-           parts.tell();
+           ranks.tell_progress();
            if (options.checksums) layout->set_checksums(output.crcs());
            for (const FilePlan& file : layout->files()) write_header(target->file(file.name), file);
          });
@@ -210,7 +203,7 @@ void StagedSave::Plan::write_anywhere() {
 
 /// Headers come first here, so that checksums are counted before anything is written.
 void StagedSave::Plan::write_in_sequence() {
-  if (group.size() > 1 && !group::ranks_of(group).moves_blocks()) {
+  if (ranks.size() > 1 && !group::ranks_of(group()).moves_blocks()) {
     base::fail(Code::kUnsupported,
                "{}: this storage takes files only from front to end, and these ranks cannot send each other what one "
                "of them would write; "
@@ -220,40 +213,38 @@ void StagedSave::Plan::write_in_sequence() {
   std::deque<Output> outputs = this->outputs();
   Output& output = outputs.front();
   const auto join_and_check = [&] {
-    agree(group, deadline(), [&] {
-      group::join_by_blocks(group, counts(output), patience());
-      if (group.rank() == 0 && producer != nullptr && producer->check) producer->check();
+    agree(group(), ranks.deadline(), [&] {
+      group::join_by_blocks(group(), counts(output), patience());
+      if (ranks.rank() == 0 && producer != nullptr && producer->check) producer->check();
     });
   };
   if (options.checksums) {
     Direct count(mine, *layout, outputs, true);
-    group::Parts(group, options.timeout, layout->total(), {}).run([&] { return count.part(); });
+    group::CollectiveCall(group(), ranks.timeout()).work(layout->total(), [&] { return count.part(); });
     for (size_t i = 1; i < outputs.size(); ++i) output.add(outputs[i]);
     join_and_check();
-    group::ranks_of(group).broadcast(std::as_writable_bytes(std::span(output.crcs())), 0, deadline());
+    group::ranks_of(group()).broadcast(std::as_writable_bytes(std::span(output.crcs())), 0, ranks.deadline());
     layout->set_checksums(output.crcs());
   }
   const std::vector<bool> all(layout->tensors().size(), true);
-  StripeWriter stripes(group, options.timeout, mine, *layout, output, plan_rounds(*layout, all, group.size(), true),
+  StripeWriter stripes(group(), ranks.timeout(), mine, *layout, output, plan_rounds(*layout, all, ranks.size(), true),
                        true);
-  group::Parts parts(group, options.timeout, layout->total(), options.progress);
-  parts.run([&] {
+  ranks.work(layout->total(), [&] {
     const group::Part part = stripes.round();
     if (part.last) output.finish();
     return part;
   });
   if (!options.checksums && producer != nullptr) join_and_check();
   written = output.written();
-  commit([] {}, [&] { parts.tell(); });
+  commit([] {}, [&] { ranks.tell_progress(); });
 }
 
 /// (6). `join`: what all ranks do for rank 0, `before`: what that does before it publishes.
 void StagedSave::Plan::commit(const std::function<void()>& join, const std::function<void()>& before) {
-  const std::string names = group::agree_on(
-      group, deadline(),
+  const std::string names = ranks.step(
       [&] {
         join();
-        if (group.rank() != 0) return std::string();
+        if (ranks.rank() != 0) return std::string();
         before();
         Staging::Texts texts{options.texts, {}};
         const auto given = texts.beside.extract(options.commit);
@@ -265,7 +256,7 @@ void StagedSave::Plan::commit(const std::function<void()>& join, const std::func
         staging.reset();
         return out.bytes();
       },
-      group::of_first);
+      [](const auto& by_rank) { return by_rank.front(); });
   group::Receiver in(names);
   for (size_t f = 0; f < layout->files().size(); ++f) layout->rename_file(f, in.text());
 }
@@ -292,15 +283,15 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
                  options.timeout) {}
 
 StagedSave::StagedSave(Group& group, const SaveCall& call, std::chrono::milliseconds timeout)
-    : plan_(new Plan{timed_calls(group, timeout), group, call.producer}) {
+    : plan_(new Plan{timed_calls(group, timeout), {group, timeout}, call.producer}) {
   Plan& plan = *plan_;
   const InEnvironment here(plan.environment());
-  plan.call = same_call(group, call, timeout);  // (1)
+  plan.call = same_call(plan.ranks, call);  // (1)
   const std::vector<SaveFile>& files = plan.call.request.files;
   const base::Path& path = plan.call.request.path;
   const SaveOptions& options = plan.call.request.options;
   plan.options = options;
-  plan.options.timeout = timeout;
+  plan.ranks.set_progress(options.progress);
   plan.hugging_face = files.size() == 1 && files[0].name.empty();
   const bool directory = makes_directory(files, path);
   const std::vector<Tensors>& tensors = plan.call.tensors;

@@ -22,8 +22,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/turns.h"
-#include "file/kinds.h"
 #include "group/ranks.h"
 #include "group/wire.h"
 #include "tensor/dtype.h"
@@ -35,7 +33,6 @@ namespace {
 using base::fail;
 using group::Receiver;
 using group::Sender;
-using std::chrono::milliseconds;
 
 /// Puts pieces together, rank by rank.
 class PieceMaker {
@@ -132,32 +129,9 @@ void check_same(const Listed& first, const Listed& one, int64_t rank) {
   }
 }
 
-/// (3): the lists by kind.
-std::vector<std::string> lists_of(Group& group, const Holding& mine, const std::vector<Kind>& kinds,
-                                  milliseconds timeout) {
-  if (kinds.size() == 1) return {mine.list()};
-  std::vector<std::string> lists;
-  for (const Kind& kind : kinds) {
-    if (!kind.list.empty()) lists.push_back(unpacked(kind.list));
-  }
-  if (lists.size() == kinds.size()) return lists;
-  lists.clear();
-  const bool tells =
-      std::any_of(kinds.begin(), kinds.end(), [&](const Kind& kind) { return kind.ranks[0] == group.rank(); });
-  const auto join = [&](const std::vector<std::string>& by_rank) {
-    Sender out;
-    for (const Kind& kind : kinds) out.text(by_rank.at(static_cast<size_t>(kind.ranks[0])));
-    return group::Ranks::Decision{packed(out.bytes())};
-  };
-  const std::string all = unpacked(
-      group::ranks_of(group).decide(tells ? "+" + mine.list() : std::string(), join, base::after(timeout)).common);
-  for (Receiver in(all); !in.done();) lists.push_back(in.text().substr(1));
-  return lists;
-}
-
 }  // namespace
 
-Holding::Holding(std::span<const TensorView> views) {
+SharedTensors::SharedTensors(std::span<const TensorView> views, int rank) : rank_(rank) {
   std::unordered_map<std::string, int64_t> classes;
   Sender list, regions;
   std::vector<const TensorView*> ordered;
@@ -185,20 +159,21 @@ Holding::Holding(std::span<const TensorView> views) {
   regions_ = regions.bytes();
 }
 
-std::string Holding::words(int rank) const {
+std::string SharedTensors::words() {
   constexpr size_t kShort = 2048;
-  const std::string list = rank <= 1 ? packed(list_) : std::string();
+  const std::string list = rank_ <= 1 ? packed(list_) : std::string();
   Sender out;
   out.text(list.size() <= kShort ? list : std::string());
   out.text(packed(regions_));
   return "+" + digest(list_) + out.bytes();
 }
 
-std::string sum_up(std::span<const std::string> by_rank) {
+std::string SharedTensors::sum_up(const std::vector<std::string>& by_rank) const {
   std::vector<Kind> kinds;  // (2)
   std::map<std::string, size_t> known;
   const size_t digest_bytes = digest("").size();
   for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    if (by_rank[rank].empty()) return "";  // it saves other files, and another comparison says so
     const auto [found, is_new] = known.try_emplace(by_rank[rank].substr(1, digest_bytes), kinds.size());
     if (is_new) kinds.emplace_back();
     Kind& kind = kinds[found->second];
@@ -212,34 +187,53 @@ std::string sum_up(std::span<const std::string> by_rank) {
       kind.regions[of_class].push_back(in.text());
     }
   }
-  std::string all;
-  for (const std::string& one : by_rank) all += digest(one);
-  return pack(kinds, digest(all));
+  std::string digests;
+  for (const std::string& words : by_rank) digests += digest(words);
+  return pack(kinds, digest(digests));
 }
 
-std::vector<Shared> shared_from(Group& group, const Holding& mine, const std::string& said, milliseconds timeout) {
-  const std::vector<Kind> kinds = unpack(said);
-  const std::vector<std::string> lists = lists_of(group, mine, kinds, timeout);
-  std::vector<Listed> all;
-  for (size_t k = 0; k < kinds.size(); ++k) add(all, lists[k], k);
+/// (3): the lists by kind.
+std::vector<std::string> SharedTensors::lists_of(group::CollectiveCall& call, const std::vector<Kind>& kinds) const {
+  if (kinds.size() == 1) return {list_};
+  std::vector<std::string> lists;
+  for (const Kind& kind : kinds) {
+    if (!kind.list.empty()) lists.push_back(unpacked(kind.list));
+  }
+  if (lists.size() == kinds.size()) return lists;
+  lists.clear();
+  const bool tells = std::any_of(kinds.begin(), kinds.end(), [&](const Kind& kind) { return kind.ranks[0] == rank_; });
+  const auto join = [&](const std::vector<std::string>& by_rank) {
+    Sender out;
+    for (const Kind& kind : kinds) out.text(by_rank.at(static_cast<size_t>(kind.ranks[0])));
+    return group::Ranks::Decision{packed(out.bytes())};
+  };
+  const std::string all =
+      unpacked(group::ranks_of(call.group()).decide(tells ? "+" + list_ : std::string(), join, call.deadline()).common);
+  for (Receiver in(all); !in.done();) lists.push_back(in.text().substr(1));
+  return lists;
+}
+
+void SharedTensors::take(group::CollectiveCall& call, const std::string& total) {
+  const std::vector<Kind> kinds = unpack(total);
+  const std::vector<std::string> lists = lists_of(call, kinds);
+  std::vector<Listed> listed;
+  for (size_t k = 0; k < kinds.size(); ++k) add(listed, lists[k], k);
   const auto before = [](const Listed& a, const Listed& b) { return a.name < b.name; };
-  if (!std::is_sorted(all.begin(), all.end(), before))
-    std::stable_sort(all.begin(), all.end(), before);  // one list is in order
+  if (!std::is_sorted(listed.begin(), listed.end(), before))
+    std::stable_sort(listed.begin(), listed.end(), before);  // one list is in order
   PieceStore pieces(kinds);
   PieceStore::Where where;
-  std::vector<Shared> tensors;
-  tensors.reserve(all.size());
-  for (size_t first = 0, end = 0; first < all.size(); first = end) {
+  all.reserve(listed.size());
+  for (size_t first = 0, end = 0; first < listed.size(); first = end) {
     where.clear();
-    for (; end < all.size() && all[end].name == all[first].name; ++end) {
-      check_same(all[first], all[end], kinds[all[end].kind].ranks[0]);
-      where.emplace_back(all[end].kind, all[end].held_as);
+    for (; end < listed.size() && listed[end].name == listed[first].name; ++end) {
+      check_same(listed[first], listed[end], kinds[listed[end].kind].ranks[0]);
+      where.emplace_back(listed[end].kind, listed[end].held_as);
     }
-    auto& [name, dtype, shape, kind, held_as] = all[first];
+    auto& [name, dtype, shape, kind, held_as] = listed[first];
     const Shared::Pieces& held = pieces.of(where, name);
-    tensors.push_back({std::move(name), dtype, std::move(shape), held});
+    all.push_back({std::move(name), dtype, std::move(shape), held});
   }
-  return tensors;
 }
 
 }  // namespace shardow::file

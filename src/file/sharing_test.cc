@@ -69,9 +69,9 @@ TEST_F(Sharing, FollowsOneRankThatHasSomethingElse) {
 
 TEST_F(Sharing, OfRanksWhoseOrderDiffersIsOneList) {
   auto held = hold(rows, 0, 2, true);
-  const file::Holding forwards(views_of(held));
+  file::SharedTensors forwards(views_of(held), 0);
   std::reverse(held.begin(), held.end());
-  EXPECT_EQ(file::Holding(views_of(held)).words(0), forwards.words(0));
+  EXPECT_EQ(file::SharedTensors(views_of(held), 0).words(), forwards.words());
 }
 
 TEST_F(Sharing, OfEqualRegionsHasOnePieceHoweverTheyAreDescribed) {
@@ -179,10 +179,9 @@ class LateRank : public Delegate {
 
 /// Every tensor that some rank has, from all ranks' views.
 std::vector<file::Shared> shared_by(Group& group, std::span<const TensorView> views, milliseconds timeout) {
-  const file::Holding held(views);
-  const auto decide = [](const std::vector<std::string>& words) { return group::Ranks::Decision{file::sum_up(words)}; };
-  const std::string sum = group::ranks_of(group).decide(held.words(group.rank()), decide, base::after(timeout)).common;
-  return file::shared_from(group, held, sum, timeout);
+  file::SharedTensors shared(views, group.rank());
+  group::CollectiveCall(group, timeout).compare([&] { return group::Comparisons{&shared}; });
+  return shared.all;
 }
 
 /// Takes two rounds: all ranks send their regions, then each kind of ranks its list, since nobody knows the third's.

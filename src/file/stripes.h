@@ -11,7 +11,7 @@
 #include "file/feed.h"
 #include "file/layout.h"
 #include "file/output.h"
-#include "group/parts.h"
+#include "group/collective_call.h"
 #include "shardow/group.h"
 
 namespace shardow::file {

@@ -42,7 +42,7 @@ void Sums::for_each_of(int rank, Fn fn) const {
   }
 }
 
-std::string Sums::words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const {
+void Sums::add(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) {
   std::vector<uint64_t> mine(firsts_.back(), 0);
   for (size_t j = 0; j < jobs.size(); ++j) {
     const size_t t = jobs[j].number;
@@ -52,15 +52,15 @@ std::string Sums::words(int rank, std::span<const Reader::Job> jobs, const std::
   }
   group::Sender out;
   for_each_of(rank, [&](size_t t, size_t p) { out.number(static_cast<int64_t>(mine[place(t, p)])); });
-  return out.bytes();
+  words_ = out.bytes();
 }
 
-void Sums::compare(std::span<const std::string> words) const {
+std::string Sums::sum_up(const std::vector<std::string>& by_rank) const {
   std::vector<uint64_t> all(wanted_.size(), 0);
   std::vector<uint64_t> by_first(firsts_.back(), 0);
   std::set<size_t> wrong;
-  for (size_t rank = 0; rank < words.size(); ++rank) {
-    group::Receiver in(words[rank]);
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    group::Receiver in(by_rank[rank]);
     for_each_of(static_cast<int>(rank), [&](size_t t, size_t p) {
       const auto sum = static_cast<uint64_t>(in.number());
       if (wanted_[t].pieces[p].holders[0] == static_cast<int>(rank))
@@ -72,6 +72,7 @@ void Sums::compare(std::span<const std::string> words) const {
     if (verified_[t] && *there_[t]->crc != all[t]) wrong.insert(t);
   }
   if (!wrong.empty()) fail_changed(wrong);
+  return "";
 }
 
 void Sums::fail_changed(const std::set<size_t>& tensors) const {

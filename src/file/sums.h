@@ -10,6 +10,7 @@
 #include "file/catalog.h"
 #include "file/ownership.h"
 #include "file/reader.h"
+#include "group/collective_call.h"
 
 namespace shardow::file {
 
@@ -18,7 +19,7 @@ std::string listed(const std::vector<std::string>& names);
 
 /// What the ranks find out about the bytes that they read: the checksum of every tensor, from one holder of each piece,
 /// and of every piece with several holders what each of them read.
-class Sums {
+class Sums final : public group::Comparison {
  public:
   /// `path`: for messages. `wanted`, and `there`, what the file has of each or null, outlive it.
   Sums(std::string path, const std::vector<Shared>& wanted, const std::vector<const Stored*>& there);
@@ -27,11 +28,14 @@ class Sums {
   /// counted once.
   bool of(size_t tensor) const { return verified_[tensor]; }
 
-  /// Of `rank`, for compare(). `sums`: of its jobs, whose numbers are those of the wanted.
-  std::string words(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums) const;
+  /// Adds what `rank`, this one, has read: `sums` of its jobs, whose numbers are those of the wanted.
+  void add(int rank, std::span<const Reader::Job> jobs, const std::vector<uint64_t>& sums);
 
-  /// Throws kCorrupt where bytes are not what was saved, by every rank's words.
-  void compare(std::span<const std::string> words) const;
+  std::string words() override { return words_; }
+
+  /// Throws kCorrupt where bytes are not what was saved.
+  std::string sum_up(const std::vector<std::string>& by_rank) const override;
+  void take(group::CollectiveCall& /*call*/, const std::string& /*total*/) override {}
 
  private:
   template <class Fn>
@@ -44,6 +48,7 @@ class Sums {
   const std::vector<const Stored*>& there_;
   std::vector<bool> verified_;
   std::vector<size_t> firsts_ = {0};  // of all tensors' pieces, one after another: each tensor's first, and the end
+  std::string words_;
 };
 
 }  // namespace shardow::file

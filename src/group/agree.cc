@@ -162,10 +162,6 @@ std::string agree_on(Group& group, Deadline deadline, const std::function<std::s
   throw Error(static_cast<Code>(code), in.text(), error);
 }
 
-std::string of_first(const std::vector<std::string>& by_rank) {
-  return by_rank.front();
-}
-
 }  // namespace group
 
 void agree(Group& group, Deadline deadline, const std::function<void()>& fn) {
@@ -173,7 +169,7 @@ void agree(Group& group, Deadline deadline, const std::function<void()>& fn) {
     fn();
     return std::string();
   };
-  group::agree_on(group, deadline, step, group::of_first);
+  group::agree_on(group, deadline, step, [](const auto&) { return std::string(); });
 }
 
 }  // namespace shardow

@@ -12,17 +12,8 @@ namespace shardow::group {
 /// What is made of every rank's words, by rank; see Ranks::decide().
 using SumUp = std::function<std::string(const std::vector<std::string>&)>;
 
-/// Words that ranks compare in a call's first round, beside what the call is for.
-struct Comparison {
-  std::function<std::string()> words = {};  ///< of this rank
-  SumUp sum_up = {};                        ///< of all ranks' words, on one
-};
-
 /// agree(), with what `sum_up` makes of what `fn` returned on each rank, on one of them, for all; empty where all
 /// returned nothing. What it throws is thrown on all ranks.
 std::string agree_on(Group& group, Deadline deadline, const std::function<std::string()>& fn, const SumUp& sum_up);
-
-/// For agree_on(): what rank 0 returned.
-std::string of_first(const std::vector<std::string>& by_rank);
 
 }  // namespace shardow::group

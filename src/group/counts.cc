@@ -14,7 +14,7 @@ void join(std::span<uint64_t> numbers, std::span<const uint64_t> more, Op op) {
   for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = op == Op::kXor ? numbers[i] ^ more[i] : numbers[i] + more[i];
 }
 
-std::string text_of(std::span<const uint64_t> numbers) {
+std::string words_of(std::span<const uint64_t> numbers) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size_bytes()};
 }
 
@@ -32,9 +32,9 @@ void join_by_rounds(Group& group, std::span<const Counts> counts, Deadline deadl
           std::memcpy(own.data(), words.data(), words.size());
           join(all, own, op_of_all);
         }
-        return Ranks::Decision{text_of(all)};
+        return Ranks::Decision{words_of(all)};
       };
-      const std::string all = ranks_of(group).decide(text_of(part), join_all, deadline).common;
+      const std::string all = ranks_of(group).decide(words_of(part), join_all, deadline).common;
       std::memcpy(part.data(), all.data(), all.size());
     }
   }

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/turns.h"
 #include "group/ranks.h"
 #include "group/wire.h"
 
@@ -15,8 +14,8 @@ namespace {
 
 using base::fail;
 
-constexpr size_t kShort = 400;    // bytes of facts that travel: of words of that length rounds send equal ones once
-constexpr int64_t kDigests = -1;  // begins digests; facts begin with a length
+constexpr size_t kShortFacts = 400;  // bytes of facts that travel: of words of that length rounds send equal ones once
+constexpr int64_t kDigests = -1;     // begins digests; facts begin with a length
 
 void add(Sender& out, const Fact& fact) {
   for (const std::string* text : {&fact.name, &fact.value, &fact.way_out, &fact.set}) out.text(*text);
@@ -64,7 +63,7 @@ void check_equal(std::string_view call, const std::vector<std::string>& by_rank)
 }  // namespace
 
 /// Makes one digest of the facts of all ranks, under 0, and of each set one of its values, under that of its names.
-EqualFacts::EqualFacts(std::string call, const Facts& facts, bool whole) : call_(std::move(call)) {
+EqualFacts::EqualFacts(std::string call, const Facts& facts) : call_(std::move(call)) {
   std::map<std::string, std::vector<const Fact*>> sets;
   Sender text, digests;
   for (const Fact& fact : facts) {
@@ -72,7 +71,7 @@ EqualFacts::EqualFacts(std::string call, const Facts& facts, bool whole) : call_
     sets[fact.set].push_back(&fact);
   }
   text_ = text.bytes();
-  if (facts.empty() || (sets.size() == 1 && sets.contains("") && (whole || text_.size() <= kShort))) return;
+  if (facts.empty() || (sets.size() == 1 && sets.contains("") && text_.size() <= kShortFacts)) return;
   digests.number(kDigests);
   for (auto& [set, members] : sets) {
     std::stable_sort(members.begin(), members.end(), [](const Fact* a, const Fact* b) { return a->name < b->name; });
@@ -107,13 +106,13 @@ std::string EqualFacts::sum_up(const std::vector<std::string>& by_rank) const {
   return "";
 }
 
-void EqualFacts::take(Group& group, const std::string& total, std::chrono::milliseconds timeout) {
+void EqualFacts::take(CollectiveCall& call, const std::string& total) {
   if (total.empty()) return;
   const auto refuse = [&](const std::vector<std::string>& by_rank) {
     check_equal(call_, by_rank);
     return Ranks::Decision{};
   };
-  ranks_of(group).decide(text_, refuse, base::after(timeout));
+  ranks_of(call.group()).decide(text_, refuse, call.deadline());
 }
 
 }  // namespace shardow::group

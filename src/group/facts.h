@@ -2,11 +2,10 @@
 // Long lists travel as digests, and where those differ another round names what does.
 #pragma once
 
-#include <chrono>
 #include <string>
 #include <vector>
 
-#include "shardow/group.h"
+#include "group/collective_call.h"
 
 namespace shardow::group {
 
@@ -21,29 +20,14 @@ struct Fact {
 };
 using Facts = std::vector<Fact>;
 
-/// One rank's part of a comparison. What words() throws on one rank, and sum_up(), all throw.
-class Compared {
- public:
-  virtual ~Compared() = default;
-
-  virtual std::string words() = 0;  ///< this rank's, for a round
-
-  /// On one rank, of all ranks' words: what they come to, empty where all is equal. Throws kInvalidArgument.
-  virtual std::string sum_up(const std::vector<std::string>& by_rank) const = 0;
-
-  /// On every rank, of what they came to. Throws the same on all, after another round. Collective.
-  virtual void take(Group& group, const std::string& total, std::chrono::milliseconds timeout) = 0;
-};
-
 /// Names the first fact that differs, both values and the ranks. The order of facts is no difference.
-class EqualFacts final : public Compared {
+class EqualFacts final : public Comparison {
  public:
-  /// `whole`: facts travel as they are, however long, since take() is not called.
-  EqualFacts(std::string call, const Facts& facts, bool whole = false);
+  EqualFacts(std::string call, const Facts& facts);
 
   std::string words() override { return digests_.empty() ? text_ : digests_; }
   std::string sum_up(const std::vector<std::string>& by_rank) const override;
-  void take(Group& group, const std::string& total, std::chrono::milliseconds timeout) override;
+  void take(CollectiveCall& call, const std::string& total) override;  ///< a round where anything differs
 
  private:
   std::string call_, text_, digests_;

@@ -73,17 +73,4 @@ class Receiver {
   std::string_view left_;
 };
 
-/// All texts of which each rank's words consist, in their order: those of one kind by rank.
-inline std::vector<std::vector<std::string>> columns(const std::vector<std::string>& by_rank) {
-  std::vector<std::vector<std::string>> columns;
-  for (const std::string& words : by_rank) {
-    size_t column = 0;
-    for (Receiver in(words); !in.done(); ++column) {
-      if (column == columns.size()) columns.emplace_back();
-      columns[column].push_back(in.text());
-    }
-  }
-  return columns;
-}
-
 }  // namespace shardow::group

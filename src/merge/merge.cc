@@ -25,10 +25,9 @@
 #include "file/reader.h"
 #include "file/sharing.h"
 #include "file/sums.h"
-#include "group/agree.h"
+#include "group/collective_call.h"
 #include "group/counts.h"
 #include "group/facts.h"
-#include "group/parts.h"
 #include "group/wire.h"
 #include "kernels/sums.h"
 #include "merge/plan.h"
@@ -57,39 +56,20 @@ group::Facts facts_of(const Group& group, const Plan& plan) {
 /// A merge as all ranks make it, and what they want of it. What one of them asks for, all do.
 struct Agreed {
   std::optional<Plan> plan = {};
-  std::vector<file::Shared> wanted = {};
-  int64_t asked = 0;
+  std::optional<group::EqualFacts> same = {};
+  std::optional<file::SharedTensors> wanted = {};
+  std::optional<file::Asked> asked = {};
 };
 
 /// Throws on every rank where inputs differ, or a tensor has no memory. One round, where all want the same tensors.
-Agreed agree_on(Group& group, std::vector<MergeInput> inputs, std::optional<DType> dtype,
-                std::span<const TensorView> tensors, const LoadOptions& options) {
-  Agreed agreed;
-  std::optional<file::Holding> held;
-  std::optional<group::EqualFacts> same;
-  const auto look = [&] {
+void agree_on(group::CollectiveCall& ranks, Agreed& agreed, std::vector<MergeInput> inputs, std::optional<DType> dtype,
+              std::span<const TensorView> tensors, const LoadOptions& options) {
+  ranks.compare([&] {
     agreed.plan.emplace(std::move(inputs), dtype);
     file::check_memory(tensors);
-    group::Sender out;
-    out.text(same.emplace("merge()", facts_of(group, *agreed.plan)).words());
-    out.text(held.emplace(tensors).words(group.rank()));
-    out.text(file::asked_by(options));
-    return out.bytes();
-  };
-  const auto sum_up = [&](const std::vector<std::string>& by_rank) {
-    const auto columns = group::columns(by_rank);
-    group::Sender out;
-    out.text(same->sum_up(columns[0]));
-    out.text(file::sum_up(columns[1]));
-    out.number(file::asked_by_any(columns[2]));
-    return out.bytes();
-  };
-  const std::string total = group::agree_on(group, base::after(options.timeout), look, sum_up);
-  group::Receiver in(total);
-  same->take(group, in.text(), options.timeout);
-  agreed.wanted = file::shared_from(group, *held, in.text(), options.timeout);
-  agreed.asked = in.number();
-  return agreed;
+    return group::Comparisons{&agreed.same.emplace("merge()", facts_of(ranks.group(), *agreed.plan)),
+                              &agreed.wanted.emplace(tensors, ranks.rank()), &agreed.asked.emplace(options)};
+  });
 }
 
 /// The merge's tensors, as a file would have them.
@@ -367,8 +347,12 @@ MergeReport merge(Group& group, std::vector<MergeInput> inputs, const std::files
                   const MergeOptions& options) {
   const auto begin = base::now();
   group.begin("merge()", options.timeout);
-  if (options.check_only)
-    return agree_on(group, std::move(inputs), options.dtype, {}, {.timeout = options.timeout}).plan->report();
+  if (options.check_only) {
+    Agreed agreed;
+    group::CollectiveCall ranks(group, options.timeout);
+    agree_on(ranks, agreed, std::move(inputs), options.dtype, {}, {});
+    return agreed.plan->report();
+  }
   std::optional<Plan> plan;
   std::optional<Sums> sums;
   file::Producer producer;
@@ -408,13 +392,15 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   const auto begin = base::now();
   group.begin("load()", options.timeout);
   // The dtypes of the tensors decide: sums are rounded to those.
-  const Agreed load = agree_on(group, std::move(inputs), DType::kF64, tensors, options);
+  Agreed load;
+  group::CollectiveCall ranks(group, options.timeout, options.progress);
+  agree_on(ranks, load, std::move(inputs), DType::kF64, tensors, options);
   const Plan& plan = *load.plan;
-  const std::vector<file::Shared>& wanted = load.wanted;
+  const std::vector<file::Shared>& wanted = load.wanted->all;
   LoadReport report =
-      file::match(wanted, as_stored(plan), (load.asked & file::kStrict) != 0, "the merge", "the inputs").report;
+      file::match(wanted, as_stored(plan), load.asked->has(file::kStrict), "the merge", "the inputs").report;
   report.metadata[kMergeKey] = plan.provenance("");
-  if ((load.asked & file::kCheckOnly) != 0) return report;
+  if (load.asked->has(file::kCheckOnly)) return report;
   std::vector<bool> read_once(plan.tensors().size(), false);
   int64_t total = 0;
   for (const file::Shared& one : wanted) {
@@ -434,15 +420,14 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
     views.push_back(view);
     counted.push_back(piece != one.pieces.end() && piece->holders.front() == group.rank());
   }
-  Sums sums(plan, (load.asked & file::kVerify) != 0);
+  Sums sums(plan, load.asked->has(file::kVerify));
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
-  group::Parts parts(group, options.timeout, total, options.progress);
-  parts.run([&] { return filling.part(); });
-  group::join_by_rounds(group, sums.counts(), base::after(options.timeout));
-  agree(group, base::after(options.timeout), [&] {
+  ranks.work(total, [&] { return filling.part(); });
+  group::join_by_rounds(group, sums.counts(), ranks.deadline());
+  agree(group, ranks.deadline(), [&] {
     group::join_by_blocks(group, sums.counts(), base::after(options.timeout - options.timeout / 4));
     if (group.rank() == 0) sums.check(read_once, "; what was loaded into holds such sums, and has lost its own values");
-    parts.tell();
+    ranks.tell_progress();
   });
   report.bytes_read = sums.bytes_read();
   report.seconds = base::seconds_since(begin);

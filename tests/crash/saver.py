@@ -30,7 +30,7 @@ def rank(group: _core.Group, me: int, path: str, limit: int) -> None:
         for one in memory:
             one.fill(version)
         file = _core.SaveFile("", views, {"version": str(version)})
-        save = _core.Save(group, lambda file=file: (_core.SaveRequest([file], path, max_shard_size=limit), None))
+        save = _core.Save(group, lambda file=file: (_core.SaveRequest([file], path, max_shard_size=limit), None, []))
         if version % 2:  # as async_save() does
             staging = np.empty(save.staging_bytes, dtype=np.uint8)
             save.stage(staging.ctypes.data, staging.nbytes)

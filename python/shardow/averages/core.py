@@ -28,7 +28,7 @@ from shardow.averages.torch_rules import OtherMemory
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import EqualStates, RankGroup, Step, equal_facts
+from shardow.distributed.rank_group import RankGroup, Step, equal_facts, equal_states
 from shardow.files.reading import choose
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
 from shardow.model.local import LocalTensor, oddity
@@ -171,14 +171,14 @@ class Averages:
 
         return self.ranks.step(what, prepare)
 
-    def states(self, what: str, facts: Facts) -> EqualStates:
+    def states(self, what: str, facts: Facts) -> _core.EqualStates:
         """Returns the comparison of the averages' states on their ranks."""
         self.unfrozen.look(everywhere=True)
-        return EqualStates(what, self.ranks, self.engine.state(), facts)
+        return equal_states(what, self.ranks, self.engine.state(), facts)
 
     def handing_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
-    ) -> Step[EqualStates]:
+    ) -> Step[_core.EqualStates]:
         """Returns the step before one rank's bytes stand for all that hold the same; its value has the state of all
         ranks in the end. ``others``: what of the model is handed out too, wherever it lies now. ``asked()``: as
         together()'s. May raise."""

@@ -20,7 +20,7 @@ from shardow.averages.state_dict import Decay, OptionsFrom, renew_keys
 from shardow.base.checks import invalid, one_of, whole
 from shardow.base.progress import Progress
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import Equal, EqualStates, RankGroup, Step, equal_facts
+from shardow.distributed.rank_group import Comparison, RankGroup, Step, equal_facts, equal_states
 from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
 from shardow.files.reading import choose
@@ -265,12 +265,12 @@ class _FileLoad(engine.Load):
         self._averages, self._path, self._options, self._strict = averages, path, options, strict
         self._facts = {"options": options, "strict": strict, "verify": verify, "decays": list(averages.keys)}
 
-    def look(self) -> Equal:
+    def look(self) -> list[Comparison]:
         self._averages.swap.refuse("load()")
         one_of("options", self._options, ("file", "own"))
         self._where = paths.to_read(self._path)
         self.taking = Taking(self._averages, self._options)
-        return equal_facts("load()", {**self._facts, "path": self._where}, self._averages.ranks, whole=True)
+        return [equal_facts("load()", {**self._facts, "path": self._where}, self._averages.ranks)]
 
     def find(self) -> tuple[str, list[str], bytes]:
         return self._where, self.taking.loading.names_at(self._where), b""
@@ -300,7 +300,7 @@ def to_save_beside(
 
         def prepare() -> Step[None]:
             common = [common_of(row.local, average) for row in averages.tracked_weights() for average in row.averages]
-            states = EqualStates(what, savers, averages.engine.state(), {})
+            states = equal_states(what, savers, averages.engine.state(), {})
             return Step(None, [equal_copies(what, common, savers), states])
 
         savers.step(what, prepare)

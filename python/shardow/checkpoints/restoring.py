@@ -22,7 +22,7 @@ from shardow.checkpoints.manifest import Manifest
 from shardow.checkpoints.resumed import Resumed, Wanted
 from shardow.checkpoints.saving import Given, half_restored, prefix
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import Equal, RankGroup, equal_facts
+from shardow.distributed.rank_group import Comparison, RankGroup, equal_facts
 from shardow.distributed.transfers import empty
 from shardow.files import engine
 from shardow.model.extra_state import FromFile
@@ -79,9 +79,9 @@ class Restoring(engine.Load):
         self._missing: Exception | None = None
         self._has_begun = False
 
-    def look(self) -> Equal:
+    def look(self) -> list[Comparison]:
         self._given, self._skipped, self._facts = self._ask()
-        return equal_facts(WHAT, {"directory": str(self._root), **self._facts}, self._ranks, whole=True)
+        return [equal_facts(WHAT, {"directory": str(self._root), **self._facts}, self._ranks)]
 
     def find(self) -> tuple[str, list[str], bytes]:
         root, step = self._root, self._step

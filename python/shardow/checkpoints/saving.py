@@ -28,7 +28,7 @@ from shardow.base.checks import instance, invalid
 from shardow.checkpoints import generators, manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import Comparison, EqualStates, Joint, RankGroup, Step, equal_facts
+from shardow.distributed.rank_group import Comparison, RankGroup, Step, equal_facts
 from shardow.ema import EMA
 from shardow.files.engine import FileParts, with_extra
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
@@ -118,7 +118,7 @@ def files_to_save(
 ) -> tuple[list[FileParts], dict[str, str]]:
     """(files, texts) of a step. ``asked()``: what the call was given; may raise. Collective."""
 
-    def look() -> Step[tuple[Given, _Mine, _Longest, _Trees, EqualStates | None]]:  # (1)
+    def look() -> Step[tuple[Given, _Mine, _Longest, _Trees, _core.EqualStates | None]]:  # (1)
         given = asked()
         mine = _look(given, state, ranks)
         own = None if given.averages is None else given.averages._averages
@@ -128,7 +128,8 @@ def files_to_save(
         facts = equal_facts(WHAT, _facts(step, mine, keys), ranks)
         longest, trees = _Longest(mine.random), _Trees(mine.trees, ranks)
         states = None if averages is None else averages.states(WHAT, {})
-        return Step((given, mine, longest, trees, states), [copies, facts, longest, trees, states or Joint()])
+        compared = [copies, facts, longest, trees, *([states] if states else [])]
+        return Step((given, mine, longest, trees, states), compared)
 
     given, found, longest, joined, states = ranks.step(WHAT, look)
     length, trees = longest.length, joined.trees
@@ -190,6 +191,7 @@ class _Longest(Comparison):
     """Finds the length of the longest random state."""
 
     def __init__(self, random: bytes) -> None:
+        super().__init__()
         self.length = len(random)
 
     def words(self) -> bytes:
@@ -206,6 +208,7 @@ class _Trees(Comparison):
     """(3): joins the trees of optimizers on rank 0, where they differ."""
 
     def __init__(self, trees: Tree, ranks: RankGroup) -> None:
+        super().__init__()
         self.trees, self._ranks = trees, ranks
 
     def words(self) -> bytes:

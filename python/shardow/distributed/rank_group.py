@@ -4,8 +4,7 @@ missing. And what ranks compare in a step: each rank's words, and on one rank wh
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +17,7 @@ from shardow.distributed.store_group import ANSWER, MISSING, StoreGroup, store_g
 from shardow.distributed.transfers import begun, broadcast, carrier, default_timeout, empty, finish
 
 T = TypeVar("T")
+Comparison = _core.Comparison
 
 _NOTHING = "-"  # no note: where a key is not there, a store answers what it is compared with
 
@@ -58,32 +58,18 @@ class RankGroup:
         seconds beyond the timeout for a rank that does wait.
         """
         prepared: list[Step[T]] = []
-        joint = Joint()
 
-        def words() -> bytes:
+        def compared() -> list[Comparison]:
             prepared.append(prepare())
-            joint.parts = prepared[0].compared
-            return joint.words()
-
-        joint.take(self._agree_on(what, words, joint.sum_up, begun, behind))
-        return prepared[0].value
-
-    def _agree_on(
-        self, what: str, fn: Callable[[], bytes], weigh: Callable[[list[bytes]], bytes], begun: bool = False,
-        behind: float = 0.0,
-    ) -> bytes:  # fmt: skip
-        own: list[bytes] = []
-
-        def words() -> bytes:
-            own.append(fn())
-            return own[0]
+            return [*prepared[0].compared]
 
         try:
-            return _core.agree_on(self.group, what + self._whose, self.timeout, words, weigh, behind)
+            _core.step(self.group, what + self._whose, self.timeout, compared, behind)
         except TimeoutError as error:
-            if own and self.size > 1:
+            if prepared and self.size > 1:
                 raise _told(what, error, begun) from None
             raise
+        return prepared[0].value
 
     def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
         """Makes a step that compares nothing: fn() on every rank, or an error on all."""
@@ -102,7 +88,12 @@ class RankGroup:
 
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
-        return self._agree_on(what, lambda: step() if self.rank == 0 else b"", lambda by_rank: by_rank[0])
+
+        def prepare() -> Step[_core.FromFirst]:
+            first = _core.FromFirst(step() if self.rank == 0 else b"")
+            return Step(first, [first])
+
+        return self.step(what, prepare).value
 
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where no rank has any. What it
@@ -200,99 +191,21 @@ def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
     return errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
 
 
-class Comparison(ABC):
-    """One comparison. What words() raises on one rank, and sum_up(), all raise."""
-
-    @abstractmethod
-    def words(self) -> bytes:
-        """Returns this rank's."""
-
-    @abstractmethod
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        """Returns, on one rank, what the words of all ranks come to; b"" where all are empty."""
-
-    def take(self, total: bytes) -> None:  # noqa: B027
-        """Takes, on every rank, what they came to. May raise on all, after another round."""
+def equal_facts(what: str, facts: Mapping[str, Any], ranks: RankGroup) -> Comparison:
+    """Compares facts that must be equal on all ranks, and those of a dict by their names."""
+    return _core.EqualFacts(what, listed(facts) if ranks.size > 1 else [])
 
 
-class Joint(Comparison):
-    """Several in one round, in their order."""
-
-    def __init__(self, parts: Sequence[Comparison] = ()) -> None:
-        self.parts = parts
-
-    def words(self) -> bytes:
-        return _packed(part.words() for part in self.parts)
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        columns = zip(*(_unpacked(words, len(self.parts)) for words in by_rank), strict=True)
-        return _packed(part.sum_up([*words]) for part, words in zip(self.parts, columns, strict=True))
-
-    def take(self, total: bytes) -> None:
-        for part, own in zip(self.parts, _unpacked(total, len(self.parts)), strict=True):
-            part.take(own)
-
-
-class Looked(ABC):
-    """Compares what this rank was given, once it has looked at that."""
-
-    _looked: Comparison
-
-    @abstractmethod
-    def look(self) -> Comparison:
-        """Returns what ranks compare then; may raise."""
-
-    def words(self) -> bytes:
-        self._looked = self.look()
-        return self._looked.words()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._looked.sum_up(by_rank)
-
-
-class Equal(Comparison):
-    """A comparison of the engine's (src/group/facts.h) in a step of ``what``."""
-
-    def __init__(self, what: str, ranks: RankGroup, own: _core.Compared) -> None:
-        self._what, self._ranks, self.own = what, ranks, own
-
-    def words(self) -> bytes:
-        return self.own.words() if self._ranks.size > 1 else b""
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self.own.sum_up(by_rank)
-
-    def take(self, total: bytes) -> None:
-        """Collective: another round where anything differs, which names it."""
-        if total:
-            ranks = self._ranks
-            ranks.met(self._what, lambda: self.own.take(ranks.group, total, ranks.timeout))
-
-
-def equal_facts(what: str, facts: Mapping[str, Any], ranks: RankGroup, whole: bool = False) -> Equal:
-    """Compares facts that must be equal on all ranks, and those of a dict by their names. ``whole``: however long they
-    are, they travel in one round."""
-    return Equal(what, ranks, _core.EqualFacts(what, listed(facts) if ranks.size > 1 else [], whole))
-
-
-def equal_updates(what: str, updates: int, ranks: RankGroup) -> Equal:
+def equal_updates(what: str, updates: int, ranks: RankGroup) -> Comparison:
     """Compares how many updates ranks have made of their parts of the averages."""
     name, way_out = _core.UPDATES
-    return Equal(what, ranks, _core.EqualFacts(what, [(name, str(updates), way_out, "")]))
+    return _core.EqualFacts(what, [(name, str(updates), way_out, "")] if ranks.size > 1 else [])
 
 
-class EqualStates(Equal):
-    """Compares states of averages, and facts. ``state``: this rank's, and in the end with what each rank counts for
-    itself summed over the ranks."""
-
-    own: _core.EqualStates
-
-    def __init__(self, what: str, ranks: RankGroup, state: str, facts: Mapping[str, Any]) -> None:
-        super().__init__(what, ranks, _core.EqualStates(what, state, listed(facts) if ranks.size > 1 else []))
-
-    @property
-    def state(self) -> str:
-        return self.own.state
+def equal_states(what: str, ranks: RankGroup, state: str, facts: Mapping[str, Any]) -> _core.EqualStates:
+    """Compares states of averages, and facts. ``state``: this rank's; the comparison has it, in the end with what each
+    rank counts for itself summed over the ranks."""
+    return _core.EqualStates(what, state, listed(facts) if ranks.size > 1 else [])
 
 
 def listed(facts: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -311,6 +224,7 @@ class _Joined(Comparison):
     """The numbers of those who act on the same ranks; each rank knows of the last one."""
 
     def __init__(self, ranks: RankGroup, thing: str) -> None:
+        super().__init__()
         self._ranks, self._thing = ranks, thing
 
     def words(self) -> bytes:
@@ -324,17 +238,3 @@ class _Joined(Comparison):
         if isinstance(self._ranks.group, StoreGroup):
             number = self._ranks.group.joined = int.from_bytes(total, "big")
             self._ranks._whose = f" of {self._thing} {number}"
-
-
-def _packed(texts: Iterable[bytes]) -> bytes:
-    each = [*texts]
-    return b"".join(len(text).to_bytes(8, "little") + text for text in each) if any(each) else b""
-
-
-def _unpacked(packed: bytes, count: int) -> list[bytes]:
-    texts, at = [], 0
-    while at < len(packed):
-        end = at + 8 + int.from_bytes(packed[at : at + 8], "little")
-        texts.append(packed[at + 8 : end])
-        at = end
-    return texts[:count] or [b""] * count  # a rank that compares less goes by what it compares

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardow import _core, errors
-from shardow.base import signals
 from shardow.base.checks import invalid
 from shardow.distributed.abandonable_thread import on_a_thread
 from shardow.distributed.transfers import begun, broadcast, carrier, finish
@@ -65,7 +64,7 @@ class StoreGroup(_core.StoreGroup):
         def served(*engine: Callable[..., Any]) -> None:
             on_a_thread(lambda: _serve(connect, *engine))
 
-        super().__init__(rank, ranks, served, signals.deliver, signals.put_off)
+        super().__init__(rank, ranks, served)
         _await_answers_at_exit()
         self.ranks = ranks
         self.joined = 0  # the highest number of those who act on these ranks; see RankGroup.join()

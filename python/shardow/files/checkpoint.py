@@ -16,7 +16,7 @@ from torch import nn
 from shardow.base.checks import seconds
 from shardow.base.progress import Progress
 from shardow.distributed.gather import Gatherer
-from shardow.distributed.rank_group import Equal, RankGroup, Step
+from shardow.distributed.rank_group import Comparison, RankGroup, Step
 from shardow.files import engine
 from shardow.files.background import SaveHandle
 from shardow.files.paths import StrPath
@@ -135,7 +135,7 @@ class Looking:
         refuse_foreign(what, self.held.memory, instead="" if writes else _INSTEAD, writes=writes)
         return self.held
 
-    def copies(self) -> Equal:
+    def copies(self) -> Comparison:
         """Returns the comparison of what ranks hold alike, once this one has looked."""
         view = self.held.view
         return equal_copies(self._what, () if view is None else map(common_of, view.parameters), self.ranks)

@@ -33,6 +33,7 @@ class Claim(Comparison):
     ValueError on all ranks where other ranks of the job have saved other tensors there."""
 
     def __init__(self, path: str, names: Sequence[str], parts: Iterable[Part], ranks: RankGroup) -> None:
+        super().__init__()
         self._path, self._names, self._ranks = path, names, ranks
         self._tensors = sorted({(part.name, tuple(part.region.shape)) for part in parts})
         group = ranks.process_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from shardow.base.checks import instance, invalid, unsupported, utf8, whole
 from shardow.base.progress import Progress, shown
 from shardow.distributed.abandonable_thread import keep_one
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import Joint, Looked, RankGroup, Step, naming
+from shardow.distributed.rank_group import Comparison, RankGroup, Step, naming
 from shardow.distributed.store_group import store_group
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, settle, start
@@ -130,9 +130,10 @@ class _Opening:
 
     def save(self, group: _core.Group, what: str) -> _core.Save:
         """Collective."""
-        return self._ranks.verb(what, lambda: _core.Save(group, self._request, self._ranks.timeout, self), group)
+        make = functools.partial(_core.Save, group, self._request, self._ranks.timeout, self._metadata)
+        return self._ranks.verb(what, make, group)
 
-    def _request(self) -> tuple[_core.SaveRequest, Progress | None]:
+    def _request(self) -> tuple[_core.SaveRequest, Progress | None, list[Comparison]]:
         step = self._find()
         self._to_save, compared = step.value, [*step.compared]
         files = self._to_save.files
@@ -148,8 +149,7 @@ class _Opening:
             self._claim = Claim(self.target, [file.name for file in files], parts, self._ranks)
             progress = self._checking(self._claim, progress)
             compared.append(self._claim)
-        self._joint = Joint(compared)
-        return _core.SaveRequest(engine_files, self.target, **self._to_save.options), progress
+        return _core.SaveRequest(engine_files, self.target, **self._to_save.options), progress, compared
 
     @staticmethod
     def _checking(claim: Claim, progress: Progress | None) -> Progress:
@@ -160,14 +160,7 @@ class _Opening:
 
         return checked
 
-    def words(self) -> bytes:
-        return self._joint.words()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return self._joint.sum_up(by_rank)
-
-    def metadata(self, total: bytes) -> list[dict[str, str]]:
-        self._joint.take(total)
+    def _metadata(self) -> list[dict[str, str]]:
         claimed = {} if self._claim is None else self._claim.metadata
         return [{**own, **claimed} for own in self._to_save.texts() or [{}] * len(self._memory)]
 
@@ -206,9 +199,13 @@ def read_part(read: Callable[[_core.TensorView], None], part: Part) -> None:
     read(*_views([part]))
 
 
-class Load(Looked):
+class Load(ABC):
     """One load of all ranks, in the steps of LoadCall (src/file/load.h): what a rank does in each. What one raises on
     one rank is raised on all; until begin() nothing has been changed."""
+
+    @abstractmethod
+    def look(self) -> Sequence[Comparison]:
+        """Returns what ranks compare, once this one has looked at what it was given."""
 
     @abstractmethod
     def find(self) -> tuple[str, list[str], bytes]:
@@ -219,10 +216,10 @@ class Load(Looked):
         """Returns what this rank wants of each file, and whether that must be all. Called again where the files were
         replaced meanwhile."""
 
-    def begin(self, reports: list[dict[str, Any]]) -> None:
+    def begin(self, reports: list[dict[str, Any]]) -> None:  # noqa: B027
         """All fits: what the engine will fill may change now."""
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027
         """This rank has read what it wants; others may fail yet."""
 
     def run(self, where: object, ranks: RankGroup, what: str = "load()", **options: Any) -> list[dict[str, Any]]:
@@ -241,7 +238,7 @@ class _InMemory:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self.words, self.sum_up, self.find, self.begin = load.words, load.sum_up, load.find, load.begin
+        self.look, self.find, self.begin = load.look, load.find, load.begin
         self._reached: list[tuple[Sequence[Part], list[Part]]] = []
 
     def choose(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[_core.TensorView], bool]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardow import _core
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import Equal, Looked, RankGroup, equal_facts, naming
+from shardow.distributed.rank_group import Comparison, RankGroup, equal_facts, naming
 from shardow.files import engine
 from shardow.files.background import settle
 from shardow.merging import foreign
@@ -68,7 +68,7 @@ class Merged:
         return {**report, "metadata": {**newest.metadata, **report["metadata"]}}
 
 
-class _Opening(Looked):
+class _Opening:
     """The steps of a rank while all open a merge's inputs; the engine calls them."""
 
     newest: Newest
@@ -79,13 +79,13 @@ class _Opening(Looked):
     ) -> None:
         self._merged, self._what, self._ranks, self._check, self._then = merged, what, ranks, check, then
 
-    def look(self) -> Equal:
+    def look(self) -> list[Comparison]:
         self._check()
         merged = self._merged
         self._by_torch = [foreign.is_foreign(Path(path)) for path in merged.inputs]
         facts = {"inputs": merged.inputs, "which of them torch wrote": self._by_torch}
         facts |= {"rule": [merged.rule, merged.steps, merged.key]}
-        return equal_facts(self._what, facts, self._ranks, whole=True)
+        return [equal_facts(self._what, facts, self._ranks)]
 
     def find(self) -> list[str]:
         """Returns the paths that the engine opens."""

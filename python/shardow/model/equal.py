@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardow import _core
-from shardow.distributed.rank_group import Equal, RankGroup
+from shardow.distributed.rank_group import Comparison, RankGroup
 from shardow.model.local import LocalTensor, oddity
 
 #: The way out.
@@ -47,7 +47,7 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
 
 def equal_copies(
     what: str, common: Iterable[Common | None], ranks: RankGroup, way_out: str = DIFFERENT_WEIGHTS
-) -> Equal:
+) -> Comparison:
     """Compares what ranks hold under one name: ValueError on every rank where it differs. Reads ``common`` once."""
     copies = [copy for copy in common if copy is not None] if ranks.size > 1 else []
     sums = zip(copies, checksums([copy.tensor for copy in copies]), strict=True)
@@ -55,7 +55,7 @@ def equal_copies(
         (f"'{copy.name}'\0{copy.tensor.dtype} {copy.region.encode().hex()}", str(sum_), way_out, f"on {copy.holders}")
         for copy, sum_ in sums
     ]
-    return Equal(what, ranks, _core.EqualFacts(what, facts))
+    return _core.EqualFacts(what, facts)
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -4,7 +4,7 @@ what it can, and reports as load() does."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from shardow import _core
 from shardow.base.checks import first_of, invalid
 from shardow.base.progress import Progress, shown
 from shardow.distributed.gather import Part, take
-from shardow.distributed.rank_group import Comparison, Joint, RankGroup
+from shardow.distributed.rank_group import Comparison, RankGroup
 from shardow.distributed.store_group import store_group
 from shardow.distributed.stream import Client, Fill, Server, Want, behind
 from shardow.files import engine, paths
@@ -114,13 +114,13 @@ class FileLoad(engine.Load):
 
     def __init__(
         self, path: StrPath, look_at: Callable[[], Job], finish: Callable[[Job, dict[str, Any]], None],
-        compared: Comparison | None = None,
+        compared: Sequence[Comparison] = (),
     ) -> None:  # fmt: skip
         """``look_at()``: in the first round, ``finish(job, report)`` in the last; both may raise on one rank for all.
         ``compared`` in the first."""
-        self._path, self._look_at, self._finish, self._compared = path, look_at, finish, compared or Joint()
+        self._path, self._look_at, self._finish, self._compared = path, look_at, finish, compared
 
-    def look(self) -> Comparison:
+    def look(self) -> Sequence[Comparison]:
         paths.to_read(self._path)
         self._job = self._look_at()
         return self._compared

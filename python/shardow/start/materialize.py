@@ -137,8 +137,8 @@ def load(
         report = fill.from_merged(job, path)
         finish(job, report)
         return report
-    same = equal_facts("load()", {"path": str(path)}, ranks, whole=True)
-    return fill.FileLoad(path, look, finish, same).fill(ranks, verify=bool(verify), progress=progress)
+    same = equal_facts("load()", {"path": str(path)}, ranks)
+    return fill.FileLoad(path, look, finish, [same]).fill(ranks, verify=bool(verify), progress=progress)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def fill_model(request: Request) -> dict[str, Any]:
     kinds = Kinds(request.what, request.source)
     try:
         if isinstance(request.source, (str, Path)):
-            load = fill.FileLoad(request.source, look, finish, kinds)
+            load = fill.FileLoad(request.source, look, finish, [kinds])
             report = load.fill(ranks, request.what, verify=request.verify, progress=request.progress)
         else:
             ranks.step(request.what, lambda: Step(look(), [kinds]))
@@ -238,6 +238,7 @@ class Kinds(Comparison):
     has a mapping. The words of a load of files, which ranks may meet that have none, are these alone."""
 
     def __init__(self, what: str, source: Source) -> None:
+        super().__init__()
         self._what, self._source = what, source
 
     def words(self) -> bytes:

@@ -26,7 +26,7 @@ def test_a_plan_of_many_tensors_is_told_in_kilobytes(tmp_path: Path) -> None:
         group.begin("save()", 60.0)
         group.forget()
         file = _core.SaveFile("", rows(group.rank, SIZE, TENSORS))
-        _core.Save(group, lambda: (_core.SaveRequest([file], str(tmp_path / "a.safetensors")), None), 60.0)
+        _core.Save(group, lambda: (_core.SaveRequest([file], str(tmp_path / "a.safetensors")), None, []), 60.0)
         sent.append(sum(store.sent for store in group.stores))
 
     sent: list[int] = []
@@ -42,7 +42,7 @@ def test_a_next_save_of_the_same_model_writes_the_values_of_then(tmp_path: Path)
     def save(group: Emulated, tensors: int = 30) -> None:
         group.begin("save()", 60.0)
         files = [_core.SaveFile("", rows(group.rank, size, tensors, memory[group.rank].ctypes.data))]
-        _core.Save(group, lambda: (_core.SaveRequest(files, str(tmp_path / "a.safetensors")), None), 60.0).write()
+        _core.Save(group, lambda: (_core.SaveRequest(files, str(tmp_path / "a.safetensors")), None, []), 60.0).write()
 
     with emulated(size) as groups:
         for tensors in (30, 30, 31, 30):

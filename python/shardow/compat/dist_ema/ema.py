@@ -20,7 +20,7 @@ from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory
 from shardow.compat._impl.swapped_model_proxy import refuse_copies
 from shardow.compat.dist_ema.shares import is_sharded, refuse_unlike, shares
 from shardow.distributed.gather import Gatherer, Part
-from shardow.distributed.rank_group import Equal, RankGroup, Step, equal_facts, equal_updates
+from shardow.distributed.rank_group import Comparison, RankGroup, Step, equal_facts, equal_updates
 from shardow.files import engine, paths
 from shardow.model.match import Fit, Form
 from shardow.model.names import called
@@ -302,9 +302,9 @@ class _Load(engine.Load):
     def __init__(self, ema: DistEMA, path: str | Path) -> None:
         self._ema, self._path = ema, path
 
-    def look(self) -> Equal:
+    def look(self) -> list[Comparison]:
         self._held = self._ema._held(saving=False)
-        return equal_facts("load()", {"path": paths.to_read(self._path)}, self._ema._ranks, whole=True)
+        return [equal_facts("load()", {"path": paths.to_read(self._path)}, self._ema._ranks)]
 
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""

@@ -29,6 +29,7 @@ namespace shardow::python {
 namespace {
 
 constexpr std::chrono::milliseconds kPoll{100};
+constexpr std::chrono::milliseconds kLeast{500};  // for an answer: the limit may have passed where nothing was asked
 
 /// A question to a store, by the name that torch has for it.
 struct Question {
@@ -232,8 +233,9 @@ class ThreadedStore final : public PyStore {
         awaited_ = key;
         waiting_->ask({"get", key});
       }
-      auto answer = wait(waiting_, std::min(deadline, limit_));
-      if (!answer && deadline <= limit_) return std::nullopt;
+      const Deadline limit = this->limit();
+      auto answer = wait(waiting_, std::min(deadline, limit));
+      if (!answer && deadline <= limit) return std::nullopt;
       if (!answer) throw_silent(waiting_);
       idle_.push_back(std::exchange(waiting_, nullptr));
       if (answer->text) return std::move(answer->text);  // else torch has waited long enough
@@ -264,22 +266,29 @@ class ThreadedStore final : public PyStore {
   Answer ask(Question question) {
     Connection connection = connected();
     connection->ask(std::move(question));
-    auto answer = wait(connection, limit_);
+    auto answer = wait(connection, limit());
     if (!answer) throw_silent(connection);
     idle_.push_back(std::move(connection));
     return std::move(*answer);
   }
 
-  /// Leaves the connection where it throws: its thread goes on with the one question.
+  /// Of an answer to what is asked now.
+  Deadline limit() const { return std::max(limit_, base::now() + kLeast); }
+
+  /// Leaves the connection where it throws: its thread goes on with the one question. Time in which the process was
+  /// stopped does not count: the answer is there, for a thread that was stopped as well.
   std::optional<Answer> wait(Connection& connection, Deadline until) {
     try {
-      for (;;) {
+      for (Deadline last = base::now();;) {
         const Deadline look = std::min(until, base::now() + kPoll);
         if (auto answer = connection->wait(look)) {
           is_silent_ = false;
           return answer;
         }
-        if (look == until) return std::nullopt;
+        const auto stopped = base::now() - last - kPoll;
+        if (stopped > kPoll && until < Deadline::max() - stopped) until += stopped;
+        if (look >= until) return std::nullopt;
+        last = base::now();
         poll();
       }
     } catch (...) {

@@ -139,7 +139,7 @@ def _collect(workers: list[_Worker], timeout: float, may_die: bool) -> list[Any]
             rank = pending.pop(pipe)  # type: ignore[arg-type, index]
             try:
                 fine, answer = pipe.recv()  # type: ignore[union-attr]
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 fine, answer = may_die, None if may_die else "the process died"
             answers[rank] = answer
             if not fine:

@@ -272,24 +272,23 @@ class ThreadedStore final : public PyStore {
     return std::move(*answer);
   }
 
-  /// Of an answer to what is asked now.
-  Deadline limit() const { return std::max(limit_, base::now() + kLeast); }
+  /// Returns by when a question must be answered that is asked at this moment.
+  Deadline limit() const { return std::max(limit_, base::after(kLeast)); }
 
   /// Leaves the connection where it throws: its thread goes on with the one question. Time in which the process was
   /// stopped does not count: the answer is there, for a thread that was stopped as well.
   std::optional<Answer> wait(Connection& connection, Deadline until) {
     try {
-      for (Deadline last = base::now();;) {
-        const Deadline look = std::min(until, base::now() + kPoll);
+      for (;;) {
+        const Deadline end = base::after(kPoll), look = std::min(until, end);
         if (auto answer = connection->wait(look)) {
           is_silent_ = false;
           return answer;
         }
-        const auto stopped = base::now() - last - kPoll;
+        poll();
+        const auto stopped = base::now() - end;
         if (stopped > kPoll && until < Deadline::max() - stopped) until += stopped;
         if (look >= until) return std::nullopt;
-        last = base::now();
-        poll();
       }
     } catch (...) {
       std::exchange(connection, nullptr)->leave();

@@ -37,8 +37,8 @@ def is_cut_off(outcome: Outcome) -> bool:
     return re.search("did not (all )?arrive", outcome[1]) is not None
 
 
-def check(fault: str, zero: list[Outcome], one: list[Outcome]) -> None:
-    (kind, _, seconds), (its_kind, _, its_seconds) = zero[0], one[0]
+def check(fault: str, zero: list[Outcome], other: list[Outcome]) -> None:
+    (kind, _, seconds), (its_kind, _, its_seconds) = zero[0], other[0]
     assert seconds < TIMEOUT + 2 + BUSY
     if fault == "interrupted":
         assert (kind, its_kind) in (("PeerFailedError", "KeyboardInterrupt"), ("none", "KeyboardInterrupt"))
@@ -48,8 +48,8 @@ def check(fault: str, zero: list[Outcome], one: list[Outcome]) -> None:
         assert seconds < BUSY
     else:
         assert (kind in TYPED and its_kind in TYPED) or kind == its_kind == "none"
-    later = [outcome[0] for outcome in (*zero[1:], *one[1:])]
-    if any(map(is_cut_off, zero + one)):
+    later = [outcome[0] for outcome in (*zero[1:], *other[1:])]
+    if any(map(is_cut_off, zero + other)):
         assert {*later} <= {"none", "InvalidArgumentError", *TYPED}
     else:
         assert later == ["none"] * 6
@@ -60,7 +60,7 @@ def series(kind: str, verb: str, fault: str, rounds: list[int], folder: Path) ->
     while rounds:
         tried, pool = rounds[:1] if may_die else rounds, ranks.Pool()
         try:
-            zero, one = pool.run(2, faults.meet, kind, verb, fault, tried, TIMEOUT, folder, may_die=may_die)
+            zero, other = pool.run(2, faults.meet, kind, verb, fault, tried, TIMEOUT, folder, may_die=may_die)
         finally:
             pool.stop()
         if may_die:
@@ -69,7 +69,7 @@ def series(kind: str, verb: str, fault: str, rounds: list[int], folder: Path) ->
             assert seconds < TIMEOUT + 2 + BUSY
             rounds = rounds[1:]
             continue
-        for its, others in zip(zero, one, strict=True):
+        for its, others in zip(zero, other, strict=True):
             check(fault, its, others)
         rounds = rounds[len(zero) :]
 
@@ -91,5 +91,5 @@ def test_a_verb_has_as_many_rounds_as_are_tried(tmp_path: Path) -> None:
         folder = tmp_path / f"{kind}-{verb}"
         folder.mkdir()
         for last, happens in ((ROUNDS[kind, verb], True), (ROUNDS[kind, verb] + 1, False)):
-            _, one = ranks.run(2, faults.meet, kind, verb, "interrupted", [last], 60.0, folder)
-            assert (one[0][0][0] == "KeyboardInterrupt") is happens, (kind, verb)
+            _, other = ranks.run(2, faults.meet, kind, verb, "interrupted", [last], 60.0, folder)
+            assert (other[0][0][0] == "KeyboardInterrupt") is happens, (kind, verb)

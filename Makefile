@@ -66,6 +66,9 @@ test-python: build
 # In one process, since each that imports all frameworks takes 20 s for it.
 FRAMEWORKS := python/tests/integrations
 
+# Threads of OpenMP that wait for each other spin by default, and take the processors from tests beside them.
+test-python test-frameworks test-slow: export OMP_WAIT_POLICY := passive
+
 test-frameworks: build
 	$(BIN)/python -m pytest $(FRAMEWORKS)
 

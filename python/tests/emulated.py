@@ -32,13 +32,16 @@ class CountedStore:
         self.sent = self.received = 0
 
     def __getattr__(self, name: str) -> Any:
+        if not callable(of_store := getattr(self._store, name)):
+            return of_store
+
         def call(*args: Any) -> Any:
             if name == "set_timeout":  # of this end
-                return getattr(self._store, name)(*args)
+                return of_store(*args)
             self.before(name, *args)
             self.operations[name] += 1
             self.sent += _bytes_in(args)
-            answer = getattr(self._store, name)(*args)
+            answer = of_store(*args)
             self.received += _bytes_in(answer)
             return answer
 

@@ -214,11 +214,11 @@ def save_often(folder: str, saves: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("world", [1, 2] if ALL else [1])
-def test_a_thousand_asynchronous_saves_hold_no_more_than_a_hundred(world: int, memory_folder: Path) -> None:
-    saves = functools.partial(save_often, str(memory_folder), 1000)
+def test_many_asynchronous_saves_hold_no_more_than_a_tenth_of_them(world: int, memory_folder: Path) -> None:
+    saves = functools.partial(save_often, str(memory_folder), 1000 if ALL else 300)
     for first, last in [saves()] if world == 1 else ranks.run(world, saves, timeout=600.0):
         assert last["memory"] - first["memory"] < 8 << 20, (first, last)
-        for what in ("descriptors", "threads", "shared"):  # other tests have some too; 900 saves would have hundreds
+        for what in ("descriptors", "threads", "shared"):  # other tests have some too; 270 saves would have hundreds
             assert last[what] < first[what] + 20, (first, last)
 
 

@@ -29,7 +29,7 @@ import torch
 
 import shardow
 
-WALKS = 2000 if os.environ.get("SHARDOW_ALL") else 50
+WALKS = 2000 if os.environ.get("SHARDOW_ALL") else 25
 CALLS = 12
 STEPS = range(1, 6)
 TIMEOUT, LATE = 0.2, 10.0  # seconds; a call may be late where the machine is busy

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from shardow.averages.options import DTYPES, Options
 from shardow.averages.tracked import Arena, Tracked

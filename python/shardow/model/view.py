@@ -288,7 +288,7 @@ def _in_model_order(
 def _by_kind(slots: Iterable[Found]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns whole tensors and sharded ones, of those with elements in memory."""
     tensors = [slot.recorded for slot in slots if not oddity(slot.local.tensor)]
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    sharded: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     return [tensor for tensor in tensors if not isinstance(tensor, DTensor)], sharded
 
 

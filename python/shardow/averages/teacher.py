@@ -74,7 +74,8 @@ class Teacher(Arena):
             view.watch_buffers, self._trained = True, {local.name for local in view.parameters if local.requires_grad}
             # Keeps a second reference to each parameter: without one torch takes the interpreter's lock twice per look.
             frozen = (p for p in view.model.parameters() if type(p) is nn.Parameter and not p.requires_grad)
-            self._references = [to_dlpack(p) for p in frozen if p.dtype in DTYPES and p.layout is torch.strided]
+            dense = (p for p in frozen if p.dtype in DTYPES and p.layout is torch.strided)
+            self._references = [to_dlpack(p) for p in dense if p.device.type in ("cpu", "cuda")]
         parts = (self._part(weight.name) for weight in student.parameters)
         return next((part.flat.dtype for part in parts if part is not None), torch.float32)
 

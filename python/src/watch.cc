@@ -5,7 +5,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <utility>
 #include <vector>
 
@@ -77,9 +76,10 @@ class Marks {
 
 class Watch {
  public:
-  Watch(std::vector<nb::dict> modules, std::vector<nb::object> whole, std::vector<nb::object> sharded, Marks marks,
-        nb::callable hint)
+  Watch(std::vector<nb::dict> modules, std::vector<nb::str> keys, std::vector<nb::object> whole,
+        std::vector<nb::object> sharded, Marks marks, nb::callable hint)
       : modules_(std::move(modules)),
+        keys_(std::move(keys)),
         whole_(std::move(whole)),
         sharded_(std::move(sharded)),
         local_("_local_tensor"),
@@ -189,8 +189,7 @@ class Watch {
   static constexpr uintptr_t kStorageBytes = 128;  // its StorageImpl
 
   std::vector<nb::dict> modules_;  // what is in each one's __dict__
-  std::array<nb::str, 2> keys_{nb::steal<nb::str>(PyUnicode_InternFromString("_parameters")),
-                               nb::steal<nb::str>(PyUnicode_InternFromString("_modules"))};
+  std::vector<nb::str> keys_;
   std::vector<nb::object> contents_;
   std::vector<nb::object> whole_;
   std::vector<nb::object> sharded_;
@@ -231,12 +230,13 @@ void bind_watch(nb::module_& m) {
           "tensors"_a);
   nb::class_<Watch>(
       m, "Watch", nb::type_slots(watch_slots),
-      "Remembers what modules hold, by their __dict__, and where and how whole tensors, and the _local_tensor of "
-      "sharded ones, lie. "
+      "Remembers what modules hold, by their __dict__, in the dicts with these keys, and where and how whole tensors, "
+      "and the _local_tensor of sharded ones, lie. "
       "hint(tensor): two addresses that torch will read for it; wrong ones do no harm.")
-      .def(nb::init<std::vector<nb::dict>, std::vector<nb::object>, std::vector<nb::object>, Marks, nb::callable>(),
-           "modules"_a, "whole"_a, "sharded"_a, "marks"_a, "hint"_a)
-      .def("tree_same", &Watch::tree_same, "Every module holds the very parameters and modules that it held.")
+      .def(nb::init<std::vector<nb::dict>, std::vector<nb::str>, std::vector<nb::object>, std::vector<nb::object>,
+                    Marks, nb::callable>(),
+           "modules"_a, "keys"_a, "whole"_a, "sharded"_a, "marks"_a, "hint"_a)
+      .def("tree_same", &Watch::tree_same, "Every module holds the very objects that it held.")
       .def("memory_same", &Watch::memory_same, "Every tensor lies where and as it lay.");
 }
 

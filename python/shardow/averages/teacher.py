@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
-from shardow.averages.options import Options
+from shardow.averages.options import DTYPES, Options
 from shardow.averages.tracked import Arena, Tracked
 from shardow.base.checks import first_of, invalid, one_of, unsupported
 from shardow.distributed.gather import Part
@@ -71,6 +72,10 @@ class Teacher(Arena):
         self._trained = set[str]()
         if (view := self._held.view) is not None:
             view.watch_buffers, self._trained = True, {local.name for local in view.parameters if local.requires_grad}
+            # Keeps a second reference to each parameter: without one torch takes the interpreter's lock twice per look.
+            frozen = (p for p in view.model.parameters() if type(p) is nn.Parameter and not p.requires_grad)
+            dense = (p for p in frozen if p.dtype in DTYPES and p.layout is torch.strided)
+            self._references = [to_dlpack(p) for p in dense if p.device.type in ("cpu", "cuda")]
         parts = (self._part(weight.name) for weight in student.parameters)
         return next((part.flat.dtype for part in parts if part is not None), torch.float32)
 

@@ -28,7 +28,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def give(model: nn.Module, values: Mapping[str, Any]) -> None:
-    for name, module in _modules(model):
+    for name, module in _modules(model) if values else ():
         if name in values:
             module.set_extra_state(copy.deepcopy(values[name]))
 

@@ -43,6 +43,7 @@ class ModelView:
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._zero3, plain)
         self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
         self.watch_buffers = False
+        self._followed_buffers: _core.Watch | None = None  # as they were when they were followed last
         self._found = self._collect(parameters)
         self._found_buffers = self._collect([slot for slot in places if slot.kind == "buffer"])
         self._tie_by_memory()
@@ -55,8 +56,10 @@ class ModelView:
     @property
     def buffers(self) -> list[LocalTensor]:
         """As they are now: modules replace their buffers freely, and register others."""
-        self._follow_buffers()
-        self._take_in_buffers()
+        if self._followed_buffers is None or not _same(self._followed_buffers):
+            self._follow_buffers()
+            self._take_in_buffers()
+            self._followed_buffers = self._watch_buffers()
         return self._buffers
 
     def _collect(self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None) -> list[Found]:
@@ -122,12 +125,7 @@ class ModelView:
     def unchanged(self) -> bool:
         """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.08 us a
         parameter after an optimizer's step."""
-        if not (
-            self._watch.tree_same()
-            and self._watch.memory_same()
-            and self._flat_addresses() == self._recorded_flat
-            and self._fsdp1.in_place()
-        ):
+        if not (_same(self._watch) and self._flat_addresses() == self._recorded_flat and self._fsdp1.in_place()):
             return False
         return not self.watch_buffers or self._buffers_same()
 
@@ -205,23 +203,33 @@ class ModelView:
         """What unchanged() compares with. Every module: a replaced one leaves the old parameters in place, out of the
         model."""
         self._slots = [*parameters]
-        modules = [module.__dict__ for module in modules_of(self.model)]
-        objects = [one.recorded for one in self._found if not oddity(one.local.tensor)]
-        self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
-        self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
-        self._watch = _core.Watch(modules, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind)
+        self._whole, self._sharded = _by_kind(self._found)
+        whole = [*self._whole, *self._fsdp1.shown()]
+        self._watch = self._watch_of(["_parameters", "_modules"], whole, self._sharded)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
+        self._buffers_in_place: _core.Watch | None = None  # as they were when they were compared last
+
+    def _watch_of(self, keys: list[str], whole: list[torch.Tensor], sharded: list[torch.Tensor]) -> _core.Watch:
+        modules = [module.__dict__ for module in modules_of(self.model)]
+        return _core.Watch(modules, keys, whole, sharded, MARKS, objects_behind)
+
+    def _watch_buffers(self) -> _core.Watch:
+        return self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
 
     def _flat_addresses(self) -> list[int]:
         return [*map(torch.Tensor.data_ptr, self._fsdp1.shards()), *map(torch.Tensor.data_ptr, self._zero3.shards())]
 
     def _buffers_same(self) -> bool:
+        if self._buffers_in_place is not None and _same(self._buffers_in_place):
+            return True
         now = [one.owner.get(one.key) for one in self._found_buffers]
-        return all(
+        same = all(
             buffer is was and address_of(one.memory(was)) == address
             for one, buffer, (was, address) in zip(self._found_buffers, now, self._recorded_buffers, strict=True)
         )
+        self._buffers_in_place = self._watch_buffers() if same else None
+        return same
 
     def by_parameter(self) -> dict[int, list[LocalTensor]]:
         """By the id of a parameter that the model shows, what it is here: one tensor, or all that FSDP1 made one flat
@@ -275,6 +283,17 @@ def _in_model_order(
     if not hidden and len(order) == len(modules):
         return found
     return sorted([*found, *hidden], key=lambda local: order[local.name.rpartition(".")[0]])
+
+
+def _by_kind(slots: Iterable[Found]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns whole tensors and sharded ones, of those with elements in memory."""
+    tensors = [slot.recorded for slot in slots if not oddity(slot.local.tensor)]
+    sharded: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)], sharded
+
+
+def _same(watch: _core.Watch) -> bool:
+    return watch.tree_same() and watch.memory_same()
 
 
 def _add_alias(local: LocalTensor, name: str) -> None:

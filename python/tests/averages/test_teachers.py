@@ -162,6 +162,38 @@ def test_buffers_follow_as_asked() -> None:
     assert followed == {"copy": (True, False, 1), "average": (False, True, 1), "ignore": (False, False, 0)}
 
 
+def test_buffers_that_the_student_replaces_or_gets_later_are_copied_and_the_teachers_may_not_move() -> None:
+    student, teacher = pair()
+    for module in (student, teacher):
+        module.register_buffer("mask", torch.zeros(3), persistent=False)
+    ema = shardow.EMA(student, 0.5, averages=teacher)
+    for value in (3.0, 4.0):
+        ema.update()
+        student[-1].running_mean = torch.full_like(student[-1].running_mean, value)
+        teacher.mask = torch.ones(3)  # is in no state
+        ema.update()
+        assert teacher[-1].running_mean.tolist() == student[-1].running_mean.tolist()
+    student[-1].late = nn.BatchNorm1d(2, affine=False)
+    student[-1].running_mean.fill_(5)
+    ema.update()
+    ema.update()
+    assert teacher[-1].running_mean.tolist() == student[-1].running_mean.tolist()
+    assert "7.late.running_mean" in ema.full_state_dict()
+    teacher[-1].running_mean = teacher[-1].running_mean.clone()
+    with pytest.raises(shardow.Error, match="moved or replaced since this EMA was made"):
+        ema.update()
+
+
+def test_a_backward_through_what_an_update_has_written_over_raises() -> None:
+    student, teacher = pair()
+    ema = shardow.EMA(student, 0.5, averages=teacher)
+    answers = [teacher.eval()(torch.randn(16, models.INPUTS, requires_grad=True)).sum() for _ in range(2)]
+    answers[0].backward()
+    ema.update()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        answers[1].backward()
+
+
 def test_names_map_and_tensors_by_name_are_a_teacher() -> None:
     student, _ = pair()
     tensors = {f"ema.{name}": torch.zeros_like(value) for name, value in student.named_parameters()}

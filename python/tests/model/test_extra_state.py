@@ -135,7 +135,9 @@ def test_averages_of_buffers_go_on_when_another_one_is_registered() -> None:
     net.register_buffer("scale", torch.ones(2))
     assert torch.equal(ema.full_state_dict()["scale"], torch.ones(2))
     ema.update()
-    assert ema.step == 1
+    net.register_buffer("table", torch.ones(2), persistent=False)
+    ema.update()
+    assert ema.step == 2
 
 
 def test_a_copy_of_a_model_has_extra_states_of_its_own() -> None:

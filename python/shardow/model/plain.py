@@ -43,9 +43,6 @@ class PlainAdapter:
     def memory(self, slot: Slot) -> torch.Tensor:
         return memory_of(slot.name, slot.recorded, self._form)
 
-    def reshard(self) -> None:
-        pass
-
 
 def _members(group: dist.ProcessGroup) -> Replicas:
     size = dist.get_world_size(group)

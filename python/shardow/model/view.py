@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,11 @@ from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
-from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
+from shardow.model.local import Adapter, Form, HiddenAdapter, LocalTensor, oddity
 from shardow.model.names import modules_of, refuse_scripted, walk
 from shardow.model.plain import PlainAdapter
 from shardow.model.slots import Slot, refuse_valueless, slots, slots_of
-from shardow.model.storage import MARKS, address_of, objects_behind, overlaps
+from shardow.model.storage import MARKS, address_of, overlaps
 from shardow.model.zero3 import Zero3Adapter
 
 
@@ -38,10 +38,14 @@ class ModelView:
         places = [slot for name, module in modules for slot in slots_of(module, name)]
         refuse_valueless(places)
         parameters = [slot for slot in places if slot.kind == "parameter"]
-        self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
-        plain = PlainAdapter(model, group, form)
-        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._zero3, plain)
-        self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
+        self._fsdp1, zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
+        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, zero3, PlainAdapter(model, group, form))
+        #: Those that have something of this model: the others are not asked again.
+        self._hiding: list[HiddenAdapter] = [adapter for adapter in (self._fsdp1, zero3) if adapter.others()]
+        self._gathering: list[DTensorAdapter | HiddenAdapter] = [*self._hiding]
+        if self._dtensors.modules:
+            self._gathering.insert(0, self._dtensors)
+        self._hidden = [local for adapter in self._hiding for local in adapter.others()]
         self.watch_buffers = False
         self._found = self._collect(parameters)
         self._found_buffers = self._collect([slot for slot in places if slot.kind == "buffer"])
@@ -110,7 +114,7 @@ class ModelView:
 
     def reshard(self) -> None:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
-        for adapter in self._adapters:
+        for adapter in self._gathering:
             adapter.reshard()
         if (
             self._sharded
@@ -126,7 +130,7 @@ class ModelView:
             self._watch.tree_same()
             and self._watch.memory_same()
             and self._flat_addresses() == self._recorded_flat
-            and self._fsdp1.in_place()
+            and all(adapter.in_place() for adapter in self._hiding)
         ):
             return False
         return not self.watch_buffers or self._buffers_same()
@@ -209,12 +213,13 @@ class ModelView:
         objects = [one.recorded for one in self._found if not oddity(one.local.tensor)]
         self._sharded = [tensor for tensor in objects if isinstance(tensor, DTensor)]
         self._whole = [tensor for tensor in objects if not isinstance(tensor, DTensor)]
-        self._watch = _core.Watch(modules, [*self._whole, *self._fsdp1.shown()], self._sharded, MARKS, objects_behind)
+        shown = [parameter for adapter in self._hiding for parameter in adapter.shown()]
+        self._watch = _core.Watch(modules, [*self._whole, *shown], self._sharded, MARKS, _objects_behind)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
 
     def _flat_addresses(self) -> list[int]:
-        return [*map(torch.Tensor.data_ptr, self._fsdp1.shards()), *map(torch.Tensor.data_ptr, self._zero3.shards())]
+        return [shard.data_ptr() for adapter in self._hiding for shard in adapter.shards()]
 
     def _buffers_same(self) -> bool:
         now = [one.owner.get(one.key) for one in self._found_buffers]
@@ -240,14 +245,15 @@ class ModelView:
     def bump_versions(self) -> None:
         """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values
         raises, where autograd can see it."""
-        torch.autograd.graph.increment_version([*self._whole, *self._sharded, *self._fsdp1.flat_parameters()])
-        self._zero3.free()
+        torch.autograd.graph.increment_version([*self._whole, *self._sharded])
+        for adapter in self._hiding:
+            adapter.written()
 
     def refuse_written(self) -> None:
         """Raises where weights were written that their shards don't have yet, and would be lost. Local; for ranks to
         agree on before any of them writes."""
-        for one in self._zero3.others():
-            one.refuse_written()
+        for adapter in self._hiding:
+            adapter.refuse_written()
 
 
 def find(
@@ -264,7 +270,7 @@ def find(
 
 
 def _in_model_order(
-    found: list[LocalTensor], hidden: list[HiddenTensor], modules: list[tuple[str, nn.Module]]
+    found: list[LocalTensor], hidden: Sequence[LocalTensor], modules: list[tuple[str, nn.Module]]
 ) -> list[LocalTensor]:
     """By module, as named_parameters() goes: the kind of sharding must not show in the order. ``found`` came in that of
     ``modules``.
@@ -275,6 +281,11 @@ def _in_model_order(
     if not hidden and len(order) == len(modules):
         return found
     return sorted([*found, *hidden], key=lambda local: order[local.name.rpartition(".")[0]])
+
+
+def _objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns where torch keeps what data_ptr() reads, for prefetching: private, and never read here."""
+    return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)
 
 
 def _add_alias(local: LocalTensor, name: str) -> None:

@@ -19,7 +19,7 @@ from own_averages import averages_of
 from torch import nn
 
 import shardow
-from shardow.averages.swap_memory import SwapMemory
+from shardow.averages.swap import Swap
 from shardow.base import signals
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.model import swap_guard
@@ -28,7 +28,6 @@ Weights = dict[str, torch.Tensor]
 PARTS = (
     "averages/swap.py",
     "model/swap_guard.py",
-    "averages/swap_memory.py",
     "base/signals.py",
 )
 
@@ -323,13 +322,13 @@ def test_a_swap_that_fails_on_its_way_in_tells_of_no_writes_from_before_it(
         for p in model.parameters():
             p.add_(1)
     weights = bits(model.named_parameters())
-    swap_in = SwapMemory._swap_in
+    swap_in = Swap._swap_in
 
-    def fails(self: SwapMemory, k: int) -> None:
+    def fails(self: Swap, k: int) -> None:
         swap_in(self, k)
         raise MemoryError
 
-    monkeypatch.setattr(SwapMemory, "_swap_in", fails)
+    monkeypatch.setattr(Swap, "_swap_in", fails)
     with pytest.raises(MemoryError), ema.swapped():
         pass
     assert same(bits(model.named_parameters()), weights)

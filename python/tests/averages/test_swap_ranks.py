@@ -170,6 +170,31 @@ def test_a_rank_that_dies_before_the_exchange_leaves_the_others_with_their_weigh
     assert back
 
 
+def fails_before_it_overwrites(kind: str) -> list[Any]:
+    """Rank 1 fails when it has all parts of the averages, and has written none."""
+    from shardow.averages import replicas as _replicas
+
+    _, ema = trained(kind)
+    weights, held, run = local(ema), averages(ema), _replicas.Exchange.run
+
+    def refuse() -> None:
+        raise _Broken("at the first part")
+
+    if dist.get_rank() == 1:
+        _replicas.Exchange.run = lambda exchange, seconds, *_: run(exchange, seconds, refuse)  # type: ignore[method-assign]
+    failed = outcome(ema.swap_in)
+    _replicas.Exchange.run = run  # type: ignore[method-assign]
+    swapped = averages_of(ema).engine.swapped
+    ema.restore()
+    return [failed[0], swapped, same(local(ema), weights), same(averages(ema), held)]
+
+
+def test_restore_brings_back_what_one_rank_has_overwritten_and_the_other_has_not() -> None:
+    first, second = ranks.run(2, fails_before_it_overwrites, "ddp")
+    assert first == ["none", True, True, True]
+    assert second == ["_Broken", False, True, True]
+
+
 def dies_inside(kind: str) -> list[Any]:
     _, ema = trained(kind, timeout=4.0)
     weights = local(ema)

@@ -19,7 +19,8 @@ from own_averages import averages_of
 from torch import nn
 
 import shardow
-from shardow.averages.swap import Swap
+from shardow import errors
+from shardow.averages.swap import Meeting, Status, Swap
 from shardow.base import signals
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.model import swap_guard
@@ -290,6 +291,23 @@ def test_what_is_written_inside_is_said_and_is_not_in_the_weights(body: Callable
     said = [str(one.message) for one in caught if "were written inside swapped()" in str(one.message)]
     assert [("'2.weight'" in text, "1 more" in text) for text in said] == ([(True, True)] if body is write else [])
     assert same(bits(model.named_parameters()), weights)
+
+
+def test_a_rank_that_failed_alone_leaves_its_note_before_others_learn_that_it_did_not_wait() -> None:
+    calls = list[str]()
+
+    class Ranks:
+        size, rank, rounds, timeout = 2, 1, 0, 20.0
+
+        def note(self, *_: object) -> None:
+            calls.append("note")
+
+        def gather(self, *_: object) -> None:
+            calls.append("gather")
+            raise errors.make("timeout", "no other rank has come")
+
+    assert Meeting(Ranks()).tell(Status(shared=False, error="an error")) is None  # type: ignore[arg-type]
+    assert calls[:2] == ["note", "gather"]
 
 
 def test_swap_out_without_swap_in_says_so() -> None:

@@ -74,5 +74,4 @@ def write(core: Averages, fill: Callable[[], None]) -> None:
     fill()
     core.swap.scatter()
     core.share(core.tracked)
-    core.view.bump_versions()
-    core.view.reshard()
+    core.view.written()

@@ -207,7 +207,8 @@ class Swap:
         """Before the weights change: an update in the background has read them by then, in the order of torch's current
         streams.
         """
-        self._run(self._engine.finish_reading)
+        self._follow_streams()
+        self._engine.finish_reading()
 
     def refuse(self, what: str) -> None:
         """refuse_swapped(). What follows reads averages or changes weights: an update in the background ends first."""
@@ -269,14 +270,20 @@ class Swap:
             one.follow()
         self._find_strided()
         sources = [one.view(one.sources()) for one in self._tracked]
-        self._run(lambda: self._engine.bind(sources))
+        self._with_memory(lambda: self._engine.bind(sources))
 
-    def _run(self, call: Callable[[], None]) -> None:
-        """Makes a call of the engine, on devices on torch's current streams."""
+    def _follow_streams(self) -> None:
+        """Has the engine work on torch's current streams, where there are devices."""
+        if self._streams is not None:
+            self._streams.follow(self._engine)
+
+    def _with_memory(self, call: Callable[[], None]) -> None:
+        """Makes a call of the engine for which a device may have too little memory."""
+        self._follow_streams()
         if self._streams is None:
-            return call()
-        self._streams.follow(self._engine)
-        with_memory(call)
+            call()
+        else:
+            with_memory(call)
 
     def _find_strided(self) -> None:
         self._strided = [one for one in self._tracked if one.stage is not None]
@@ -299,19 +306,15 @@ class Swap:
         self._view.reshard()
         self.gather()
         weights = self._views() if self._has_masters else []
-        self._run(lambda: self._engine.swap_in(k, weights))
+        self._with_memory(lambda: self._engine.swap_in(k, weights))
         self.scatter()
 
     def _take_back(self) -> None:
         """What this rank owns, from whatever point the swap has reached, wherever it lies by now."""
         weights = [] if self._view.unchanged() else self._views()
-        self._run(lambda: self._engine.take_back(weights))
+        self._follow_streams()
+        self._engine.take_back(weights)
         self.scatter()
-
-    def _shown(self) -> None:
-        """Memory was written: autograd is told, and nothing of the old values may survive in an unsharded copy."""
-        self._view.bump_versions()
-        self._view.reshard()
 
     # ---- the transaction
 
@@ -340,7 +343,7 @@ class Swap:
         try:
             for one in exchange:
                 one.run(self._ranks.timeout, self._engine.share)
-            self._shown()
+            self._view.written()
             self._versions = self._view.versions()
         except BaseException as error:
             self.leave(error)
@@ -485,7 +488,7 @@ class Swap:
             exchange.run(self._ranks.timeout)
         for move in moves:
             move.target.copy_(move.weights.reshape(move.target.shape))
-        self._shown()
+        self._view.written()
         self._engine.settle()
         self._why = None
         swap_guard.settle(self)

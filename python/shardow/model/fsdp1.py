@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.local import HiddenAdapter, HiddenTensor, Replicas
+from shardow.model.local import HiddenAdapter, HiddenTensor, Replicas, replicas_in
 from shardow.model.names import join, modules_of, walk
 from shardow.model.slots import slots
 
@@ -260,7 +260,5 @@ def _offsets(flat: Any) -> list[int]:
 
 
 def _replicas(module: Any) -> Replicas:
-    group = getattr(module, "_inter_node_pg", None) if module._handle.uses_sharded_strategy else module.process_group
-    if group is None or dist.get_world_size(group) == 1:
-        return ()
-    return ((group, dist.get_rank(group), dist.get_world_size(group)),)
+    sharded = module._handle.uses_sharded_strategy
+    return replicas_in(getattr(module, "_inter_node_pg", None) if sharded else module.process_group)

@@ -19,6 +19,13 @@ from shardow.model.slots import Slot
 Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
 
 
+def replicas_in(group: dist.ProcessGroup | None) -> Replicas:
+    """Returns the replicas of what all ranks of ``group`` hold."""
+    if group is None or dist.get_world_size(group) == 1:
+        return ()
+    return ((group, dist.get_rank(group), dist.get_world_size(group)),)
+
+
 @dataclass(eq=False, slots=True)
 class LocalTensor:
     """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; find()

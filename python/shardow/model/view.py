@@ -242,6 +242,11 @@ class ModelView:
         slots = [(one.local.name, one.recorded) for one in self._found if not one.tied and not one.local.requires_grad]
         return slots + [(one.name, one.shown) for one in self._hidden if not one.requires_grad]
 
+    def written(self) -> None:
+        """Tells autograd that weights were written. Frees unsharded copies, in which old values would survive."""
+        self.bump_versions()
+        self.reshard()
+
     def bump_versions(self) -> None:
         """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values
         raises, where autograd can see it."""

@@ -339,15 +339,15 @@ def test_replicas_that_differ_are_not_overwritten() -> None:
 def interrupted_in_the_exchange(kind: str) -> list[Any]:
     _, ema = trained(kind)
     weights, held = local(ema), averages(ema)
-    shown = averages_of(ema).swap._shown
+    written = averages_of(ema).view.written
 
     def interrupted() -> None:
-        averages_of(ema).swap._shown = shown  # type: ignore[method-assign]
-        shown()
+        averages_of(ema).view.written = written  # type: ignore[method-assign]
+        written()
         os.kill(os.getpid(), signal.SIGINT)
 
     if dist.get_rank() == 1:
-        averages_of(ema).swap._shown = interrupted  # type: ignore[method-assign]
+        averages_of(ema).view.written = interrupted  # type: ignore[method-assign]
     found: Outcome = ("none", "")
     try:
         with ema.swapped():

@@ -171,7 +171,7 @@ def test_a_rank_that_dies_before_the_exchange_leaves_the_others_with_their_weigh
 
 
 def fails_before_it_overwrites(kind: str) -> list[Any]:
-    """Rank 1 fails when it has all parts of the averages, and has written none."""
+    """Rank 1 fails when it has all parts of the averages, and has written none. Rank 0 leaves once that is over."""
     from shardow.averages import replicas as _replicas
 
     _, ema = trained(kind)
@@ -185,6 +185,9 @@ def fails_before_it_overwrites(kind: str) -> list[Any]:
     failed = outcome(ema.swap_in)
     _replicas.Exchange.run = run  # type: ignore[method-assign]
     swapped = averages_of(ema).engine.swapped
+    if dist.get_rank() == 0:
+        time.sleep(1.0)
+        outcome(ema.swap_out)
     ema.restore()
     return [failed[0], swapped, same(local(ema), weights), same(averages(ema), held)]
 

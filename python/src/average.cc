@@ -25,7 +25,6 @@ namespace shardow::python {
 namespace {
 
 using average::Driver;
-using average::SwapState;
 
 /// Other threads of Python go on while this one waits for an update in the background.
 template <typename Any>
@@ -192,10 +191,6 @@ void bind_average(nb::module_& m) {
           nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a,
           "start_step"_a, "seed"_a, "num_threads"_a, "overlap"_a = false, "keep_values"_a = false,
           "ring_bytes"_a = AverageOptions{}.ring_bytes);
-  nb::class_<SwapState>(m, "SwapState", "How far a swap has come: all that the way back needs to know.")
-      .def_ro("average", &SwapState::average)
-      .def_ro("exchanged", &SwapState::exchanged)
-      .def_ro("shared", &SwapState::shared);
   nb::class_<Average>(m, "Average",
                       "Exponential moving averages of the parameters that this rank holds, in the caller's memory.")
       .def(
@@ -256,16 +251,21 @@ void bind_average(nb::module_& m) {
       .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(),
            "Copies the bound parameters into every average.")
       .def(
-          "swap_in", [](Average& self, const std::vector<TensorView>& weights, size_t k) { self.swap_in(weights, k); },
-          "weights"_a, "k"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-          "Exchanges averages and weights; take_back() and settle() undo it.")
+          "swap_in",
+          [](Average& self, size_t k, const std::vector<TensorView>& weights) {
+            weights.empty() ? self.swap_in(k) : self.swap_in(weights, k);
+          },
+          "k"_a, "weights"_a = std::vector<TensorView>(), nb::call_guard<nb::gil_scoped_release>(),
+          "Exchanges averages and weights, by default the bound ones; take_back() and settle() undo it.")
       .def("share", &Driver::share, "Before memory that other replicas own is overwritten with averages.")
       .def(
           "take_back", [](Average& self, const std::vector<TensorView>& weights) { Driver::take_back(self, weights); },
-          "weights"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "What this rank owns of the weights, from whatever point the swap has reached.")
+          "weights"_a = std::vector<TensorView>(), nb::call_guard<nb::gil_scoped_release>(),
+          "What this rank owns of the weights, from whatever point the swap has reached; `weights`: where they moved.")
       .def("settle", &Driver::settle, "All of the weights are back.")
-      .def_prop_ro("swap_state", &Driver::swap_state)
+      .def_prop_ro(
+          "swap_is_shared", [](const Average& self) { return Driver::swap_state(self).shared; },
+          "Parts that other replicas own may hold averages: the way back needs those replicas.")
       .def_prop_ro("swapped", &Average::swapped)
       .def("stats", &stats_dict)
       .def(

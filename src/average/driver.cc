@@ -12,7 +12,7 @@ using base::fail;
 
 SwapState Driver::swap_state(const Average& ema) noexcept {
   const auto& swap = ema.impl_->swap;
-  return swap ? SwapState{swap->k, swap->exchanged, swap->shared} : SwapState{};
+  return swap ? SwapState{swap->exchanged, swap->shared} : SwapState{};
 }
 
 Average Driver::make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages,
@@ -28,7 +28,7 @@ void Driver::share(Average& ema) {
 
 void Driver::take_back(Average& ema, std::span<const TensorView> weights) {
   const auto use = ema.impl_->use("take_back()");
-  check_swappable(ema.impl_->whole(), weights);
+  if (!weights.empty()) check_swappable(ema.impl_->whole(), weights);
   ema.impl_->take_back(weights);
 }
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -15,9 +14,8 @@ namespace shardow::average {
 
 /// How far a swap has come: all that the way back needs to know, whatever interrupted it.
 struct SwapState {
-  std::optional<size_t> average;  ///< the one that is swapped in, or partly; none: the weights are where they belong
-  size_t exchanged = 0;           ///< views of which this rank's part holds averages, or some of them, the first ones
-  bool shared = false;  ///< parts that other replicas own may hold averages: the way back needs those replicas
+  size_t exchanged = 0;  ///< views of which this rank's part holds averages, or some of them, the first ones
+  bool shared = false;   ///< parts that other replicas own may hold averages: the way back needs those replicas
 };
 
 struct Driver {
@@ -29,10 +27,10 @@ struct Driver {
 
   /// swap_out() in steps, for callers who send replicas their parts themselves: share() before other replicas' memory
   /// is overwritten, take_back() for what this rank owns, and settle() when all of the weights are back. `weights`: as
-  /// in swap_in(), with the same contents; their addresses may have changed. The last two do nothing where nothing is
+  /// in swap_in(), with the same contents, where their addresses have changed. The last two do nothing where nothing is
   /// swapped in.
   static void share(Average& ema);
-  static void take_back(Average& ema, std::span<const TensorView> weights);
+  static void take_back(Average& ema, std::span<const TensorView> weights = {});
   static void settle(Average& ema);
 
   /// From now on the end of `ema` leaves an open swap where it stands: the weights' memory keeps the averages, and is

@@ -233,10 +233,11 @@ void Average::Impl::swap_out() {
   swap.reset();
 }
 
-/// `now` may differ from what was swapped in by its addresses and streams.
-void Average::Impl::take_back(std::span<const TensorView> now) {
+/// `moved` may differ from what was swapped in by its addresses and streams; empty: nothing has moved.
+void Average::Impl::take_back(std::span<const TensorView> moved) {
   if (!swap) return;
-  std::vector<TensorView> all(now.begin(), now.end()), own = divide(now);
+  if (moved.empty()) return exchange_out();
+  std::vector<TensorView> all(moved.begin(), moved.end()), own = divide(moved);
   for (size_t i = 0; i < own.size(); ++i) {
     if (own[i].dtype == swap->weights[i].dtype) continue;
     fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were swapped in", own[i].name,

@@ -139,7 +139,7 @@ TEST_F(SwapStopped, OnTheWayOutGoesOnWhereItStood) {
 TEST_F(SwapStopped, InTwoStepsGoesOnWhereItStoodAndFollowsMemoryThatMoved) {
   for (int at = 0; at < 5; ++at) {
     ema->swap_in();
-    run(at, 1, [&] { average::Driver::take_back(*ema, views()); });
+    run(at, 1, [&] { average::Driver::take_back(*ema); });
     std::vector<uint32_t> moved = memory;  // what was there went along
     memory.swap(moved);
     std::fill(moved.begin(), moved.end(), 0xdeadbeef);

@@ -74,9 +74,9 @@ class Training:
 
     def swapped(self) -> tuple[bytes, bytes]:
         """Returns weights and averages in the middle of a swap."""
-        self.ema.swap_in([self.views[0]])
+        self.ema.swap_in(0)
         middle = (self.weight.tobytes(), self.average.tobytes())
-        self.ema.take_back([self.views[0]])
+        self.ema.take_back()
         self.ema.settle()
         return middle
 

@@ -47,9 +47,7 @@ def feed_back(core: Averages, decay: object) -> None:
     """See EMA.feed_back()."""
 
     def ready() -> None:
-        core.swap.ready("feed_back()")
-        refuse_foreign("feed_back()", lambda: [one.local.tensor for one in core.tracked], writes=True)
-        core.view.refuse_written()
+        core.swap.ready("feed_back()", writes=True)
         apart = [one.name for one in core.tracked if one.mastered and not one.stretched and core.splits]
         if apart:
             raise unsupported(
@@ -76,5 +74,4 @@ def write(core: Averages, fill: Callable[[], None]) -> None:
     fill()
     core.swap.scatter()
     core.share(core.tracked)
-    core.view.bump_versions()
-    core.view.reshard()
+    core.view.written()

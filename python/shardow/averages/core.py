@@ -30,6 +30,7 @@ from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts, equal_states
 from shardow.files.reading import choose
+from shardow.model import storage
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.names import unwrapped
@@ -62,11 +63,12 @@ class Averages:
         self.teacher = teacher
         self.ranks.step("EMA(...)", lambda: self._build({"decay": decay, **asked}, source))
         self.offloaded = any(one.is_offloaded for one in self.tracked)
-        arenas = {one.arena for one in self.tracked}
-        self.streams = Streams(
-            (one.source for one in self.tracked), (arena.on_device for arena in arenas if arena is not None)
-        )
-        self.unfrozen = Unfrozen(self.view.frozen() if self.options.params == "trainable" else ())
+        devices = {storage.device_of(one.source).type for one in self.tracked}
+        allocations = {id(one.arena): one.arena.on_device for one in self.tracked if one.arena is not None}.values()
+        #: None where all is on the host.
+        self.streams = Streams((one.source for one in self.tracked), allocations) if "cuda" in devices else None
+        frozen = self.view.frozen() if self.options.params == "trainable" else []
+        self.unfrozen = Unfrozen(frozen) if frozen else None
         if any(one.stretched for one in self.tracked):
             share_out("EMA(...)", self.tracked, self.ranks)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.ranks, self.splits)
@@ -125,7 +127,8 @@ class Averages:
     @property
     def engine(self) -> _core.Average:
         """The engine, on torch's current streams."""
-        self.streams.follow(self._engine)
+        if self.streams is not None:
+            self.streams.follow(self._engine)
         return self._engine
 
     @property
@@ -173,7 +176,8 @@ class Averages:
 
     def states(self, what: str, facts: Facts) -> _core.EqualStates:
         """Returns the comparison of the averages' states on their ranks."""
-        self.unfrozen.look(everywhere=True)
+        if self.unfrozen is not None:
+            self.unfrozen.look(everywhere=True)
         return equal_states(what, self.ranks, self.engine.state(), facts)
 
     def handing_out(
@@ -289,7 +293,8 @@ class Averages:
             raise unsupported(f"update() in a capture: {_NO_GRAPH}")
         if self.teacher is not None:
             self.teacher.refuse_moved()
-        self.unfrozen.look()
+        if self.unfrozen is not None:
+            self.unfrozen.look()
         self.swap.gather()
 
     def _warn_of(self, held: int) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from shardow import _core
-from shardow.averages.tracked import Tracked, places
+from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, unsupported
 from shardow.base.signals import Held, impatient
 from shardow.distributed.rank_group import RankGroup
@@ -120,8 +120,9 @@ def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
             (one.local.region, flat.itemsize, kinds.setdefault((flat.dtype, flat.device), len(kinds)))
             for one, flat in zip(alike, flats, strict=True)
         ]
-        for level, members in _core.plan_exchange(tensors, places(alike[0].local)):
-            group, index, _ = alike[0].local.replicas[level]
+        levels = alike[0].local.replicas
+        for level, members in _core.plan_exchange(tensors, [(index, size) for _, index, size in levels]):
+            group, index, _ = levels[level]
             strided = [(alike[i].local, flats[i]) for i, _, _ in members[0] if not alike[i].local.is_in_order()]
             yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], strided)
 

@@ -12,7 +12,7 @@ Signals wait for the end of what ranks do together, but for waits, where the oth
 are told too of one that comes before signals are held; of one in the few lines before that, which is as if it had come
 before the call, they learn from this rank's next collective call, or at their deadline.
 
-What stopped it does not matter: ``Average.swap_state`` tells what has happened, step 6 undoes just that, and can be
+What stopped it does not matter: the engine's record tells what has happened, step 6 undoes just that, and can be
 repeated. Without replicas step 6 comes before 5, and a rank that failed does not wait. With them it needs all ranks:
 past the deadline, or where one is gone, the averages stay in the model, which the error says; restore() is step 6 then.
 """
@@ -29,14 +29,14 @@ from typing import NamedTuple
 import torch
 
 from shardow import _core, errors
-from shardow.averages.cuda_streams import Streams
+from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.replicas import Exchange
-from shardow.averages.swap_memory import Move, SwapMemory, find_moves, warn_of_casts, warn_of_writes
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, warn
 from shardow.base.signals import uninterrupted
-from shardow.distributed.rank_group import RankGroup
+from shardow.distributed.rank_group import Comparison, RankGroup, Step
 from shardow.model import swap_guard
+from shardow.model.changes import Move, find_moves, warn_of_casts
 from shardow.model.view import ModelView
 
 # ---- how ranks that leave a swap meet: each tells how it fared. A rank that failed leaves a note, which the others
@@ -149,21 +149,175 @@ class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator
         self._swap.leave(error)
 
 
-class Swap(SwapMemory):
-    """One EMA's. ``splits``: replicas own parts of each other's weights. The engine alone knows whether and how far
-    anything is swapped; ``_why`` explains it."""
+class _SharedByAny(Comparison):
+    """Finds whether any rank needs other ranks' parts."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def words(self) -> bytes:
+        return b"1" if self.shared else b""
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return b"1"
+
+    def take(self, total: bytes) -> None:
+        self.shared = bool(total)
+
+
+class Swap:
+    """One EMA's: the memory of weights and averages, as the model has it and as the engine knows it. ``splits``:
+    replicas own parts of each other's weights. The engine alone knows whether and how far anything is swapped;
+    ``_why`` explains it."""
 
     has_teacher = False
 
     def __init__(
-        self, engine: _core.Average, streams: Streams, tracked: list[Tracked], view: ModelView, ranks: RankGroup,
-        splits: bool,
+        self, engine: _core.Average, streams: Streams | None, tracked: list[Tracked], view: ModelView,
+        ranks: RankGroup, splits: bool,
     ) -> None:  # fmt: skip
-        super().__init__(engine, streams, tracked, view)
+        self._engine, self._streams, self._tracked, self._view = engine, streams, tracked, view
         self._ranks, self._splits = ranks, splits
+        self._has_masters = any(one.mastered for one in tracked)
         self._why: str | None = None  # why the averages are still there though the block is left
-        self._meeting: Meeting | None = None
+        self._meeting = Meeting(ranks)
         self._versions: dict[str, int] = {}
+        self._find_strided()
+
+    @property
+    def swapped(self) -> bool:
+        return self._engine.swapped
+
+    # ---- what others see of it
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """The memory of the weights, of what is averaged in their place, and of the averages; in a swap also where the
+        model shows them by now."""
+        for one in self._tracked:
+            yield one.local.tensor
+            yield one.source
+            yield from one.averages
+        if self.swapped and not self._view.unchanged():
+            yield from self.parameters()
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._view.parameter_objects()
+
+    def finish_reading(self) -> None:
+        """Before the weights change: an update in the background has read them by then, in the order of torch's current
+        streams.
+        """
+        self._follow_streams()
+        self._engine.finish_reading()
+
+    def refuse(self, what: str) -> None:
+        """refuse_swapped(). What follows reads averages or changes weights: an update in the background ends first."""
+        self._engine.wait()
+        self.refuse_swapped(what)
+
+    def refuse_swapped(self, what: str) -> None:
+        """Raises while the averages are in the model, or may be."""
+        if not self.swapped:
+            return
+        if self._why:
+            raise invalid(f"{what}: the model's memory still holds averages: {self._why}; {_RESTORE}")
+        way_out = (
+            "leave the block, or call swap_out(), first. Where no block is open any more, one was interrupted; "
+            f"{_RESTORE}"
+        )
+        raise invalid(f"{what} inside swapped(): the model's memory holds the averages now; {way_out}")
+
+    def ready(self, what: str, writes: bool = False) -> None:
+        """The model's memory holds its weights, and the engine knows where. Raises otherwise. ``writes``: they are
+        written next. Local."""
+        self.refuse(what)
+        self._find_weights(what, writes)
+        if writes:
+            self._view.refuse_written()
+
+    def ready_to_update(self) -> None:
+        """ready(), while an update may go on: the engine begins the next one before it tells what that one met, so that
+        none is lost.
+        """
+        self.refuse_swapped("update()")
+        self._find_weights("update()")
+
+    def _find_weights(self, what: str, writes: bool = False) -> None:
+        swap_guard.refuse_foreign(what, self.weights, self, writes=writes)
+        if not self._view.unchanged():
+            self.rebind()
+            swap_guard.refuse_foreign(what, self.weights, self, writes=writes)
+
+    # ---- the memory
+
+    def rebind(self) -> None:
+        """Memory of the model that moved, or is unsharded for a while, is followed. Raises where more than memory has
+        changed.
+        """
+        if not self.follow_moves():
+            raise invalid(self._view.explain_change())
+
+    def follow_moves(self) -> bool:
+        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has
+        then."""
+        self.refuse("following the model's memory")
+        self._view.reshard()
+        return self._view.unchanged() or self._view.follow_moves(self.bind)
+
+    def bind(self) -> None:
+        """The engine reads where the weights lie now."""
+        for one in self._tracked:
+            one.follow()
+        self._find_strided()
+        sources = [one.view(one.sources()) for one in self._tracked]
+        self._with_memory(lambda: self._engine.bind(sources))
+
+    def _follow_streams(self) -> None:
+        """Has the engine work on torch's current streams, where there are devices."""
+        if self._streams is not None:
+            self._streams.follow(self._engine)
+
+    def _with_memory(self, call: Callable[[], None]) -> None:
+        """Makes a call of the engine for which a device may have too little memory."""
+        self._follow_streams()
+        if self._streams is None:
+            call()
+        else:
+            with_memory(call)
+
+    def _find_strided(self) -> None:
+        self._strided = [one for one in self._tracked if one.stage is not None]
+
+    def gather(self) -> None:
+        """Strided weights into the memory that the engine reads. Others lie there already."""
+        for one in self._strided:
+            one.gather()
+
+    def scatter(self) -> None:
+        """And back, after somebody has written there."""
+        for one in self._strided:
+            one.scatter()
+
+    def _views(self) -> list[_core.TensorView]:
+        return [one.view(one.weights()) for one in self._tracked]
+
+    def _swap_in(self, k: int) -> None:
+        """What this rank owns, whole or not at all. What is bound are the weights, but for masters."""
+        self._view.reshard()
+        self.gather()
+        weights = self._views() if self._has_masters else []
+        self._with_memory(lambda: self._engine.swap_in(k, weights))
+        self.scatter()
+
+    def _take_back(self) -> None:
+        """What this rank owns, from whatever point the swap has reached, wherever it lies by now."""
+        weights = [] if self._view.unchanged() else self._views()
+        self._follow_streams()
+        self._engine.take_back(weights)
+        self.scatter()
+
+    # ---- the transaction
 
     def enter(self, together: Together) -> None:
         """Steps 1 to 3. Where it raises the weights are back, or the engine knows how far they are not."""
@@ -174,14 +328,23 @@ class Swap(SwapMemory):
         k = together("swapped()", lambda: exchange.extend(self._ready()))
         self._why, self._meeting = None, Meeting(self._ranks)
         try:
-            self._exchange_own(k)
-        except BaseException as error:
-            self._back_out(error)
+            swap_guard.enter(self)
+            if self._splits:  # on all ranks or on none, since they wait for each other next
+                self._ranks.agree("swapped()", lambda: self._swap_in(k))
+            else:
+                self._swap_in(k)
+        except BaseException as error:  # only own parts were touched
+            if self._splits:
+                with noted_in(error):
+                    self._bring_back(self._moves())
+                    self._meeting.note(text_of(error))
+            else:  # the others are inside by now, and are told when they leave
+                self.leave(error)
             raise
         try:
             for one in exchange:
-                one.run(self._ranks.timeout, self._average.share)
-            self._shown()
+                one.run(self._ranks.timeout, self._engine.share)
+            self._view.written()
             self._versions = self._view.versions()
         except BaseException as error:
             self.leave(error)
@@ -221,130 +384,51 @@ class Swap(SwapMemory):
             return
         try:
             moves, exchange = self._meet_to_restore(strict)
-            shared = self._ranks.decide("restore()", b"1" if self._average.swap_state.shared else b"", lambda _: b"1")
-            self._bring_back(moves, exchange if shared else None, "restore()")
+            self._bring_back(moves, exchange, "restore()")
         except (TimeoutError, ConnectionError) as missing:
             if not self.swapped or not isinstance(missing, errors.Error):
                 raise
             gone = "What a dead rank held of the weights is gone: load the last checkpoint then"
             raise type(missing)(f"{missing}. The model's memory still holds averages. {gone}") from None
 
-    def _meet_to_restore(self, strict: bool, again: bool = True) -> tuple[list[Move], Exchange]:
+    def _meet_to_restore(self, strict: bool, again: bool = True) -> tuple[list[Move], Exchange | None]:
         """Once more after others who were leaving: they learn there that they have to restore too."""
+        any_rank = _SharedByAny(self._engine.swap_is_shared)
         try:
-            return self._ranks.agree("restore()", lambda: self._prepare_return(strict))
+            prepared = self._ranks.step("restore()", lambda: Step(self._prepare_return(strict), [any_rank]))
+            return prepared if any_rank.shared else (prepared[0], None)
         except ValueError as other:
             if not again or f"calls {LEAVING}" not in str(other):
                 raise
         return self._meet_to_restore(strict, again=False)
 
-    def refuse(self, what: str) -> None:
-        """refuse_swapped(). What follows reads averages or changes weights: an update in the background ends first."""
-        self._engine.wait()
-        self.refuse_swapped(what)
-
-    def refuse_swapped(self, what: str) -> None:
-        """Raises while the averages are in the model, or may be."""
-        if not self.swapped:
-            return
-        if self._why:
-            raise invalid(f"{what}: the model's memory still holds averages: {self._why}; {_RESTORE}")
-        way_out = (
-            "leave the block, or call swap_out(), first. Where no block is open any more, one was interrupted; "
-            f"{_RESTORE}"
-        )
-        raise invalid(f"{what} inside swapped(): the model's memory holds the averages now; {way_out}")
-
-    def refuse_foreign(self, what: str) -> None:
-        """Raises while another EMA's averages are in the same memory."""
-        swap_guard.refuse_foreign(what, self.weights, self)
-
-    def ready(self, what: str) -> None:
-        """The model's memory holds its weights, and the engine knows where. Raises otherwise. Local."""
-        self.refuse(what)
-        self._find_weights(what)
-
-    def ready_to_update(self) -> None:
-        """ready(), while an update may go on: the engine begins the next one before it tells what that one met, so that
-        none is lost.
-        """
-        self.refuse_swapped("update()")
-        self._find_weights("update()")
-
-    def _find_weights(self, what: str) -> None:
-        self.refuse_foreign(what)
-        if not self._view.unchanged():
-            self.rebind()
-            self.refuse_foreign(what)
-
-    def rebind(self) -> None:
-        """Memory of the model that moved, or is unsharded for a while, is followed. Raises where more than memory has
-        changed.
-        """
-        if not self.follow_moves():
-            raise invalid(self._view.explain_change())
-
-    def follow_moves(self) -> bool:
-        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has
-        then."""
-        self.refuse("following the model's memory")
-        self._view.reshard()
-        return self._view.unchanged() or self._view.follow_moves(self.bind)
-
-    # ---- in
-
     def _ready(self) -> list[Exchange]:
         if self.has_teacher:
             raise invalid("swapped(): the averages are the teacher's weights; call the teacher")
-        self.ready("swapped()")
-        self._view.refuse_written()
-        swap_guard.refuse_foreign("swapped()", self.weights, self, writes=True)
+        self.ready("swapped()", writes=True)
         return [Exchange(self._tracked)] if self._splits else []
 
-    def _exchange_own(self, k: int) -> None:
-        """Step 2; with replicas on all ranks or on none, since they wait for each other next."""
-        swap_guard.enter(self)
-        if self._splits:
-            self._ranks.agree("swapped()", lambda: self._swap_in(k))
-        else:
-            self._swap_in(k)
-
-    def _back_out(self, error: BaseException) -> None:
-        """Step 2 failed, and only own parts were touched. Without replicas the others are inside by now, and are told
-        when they leave.
-        """
-        if not self._splits:
-            self.leave(error)
-            return
-        with noted_in(error):
-            self._bring_back(self._moves())
-            if self._meeting:
-                self._meeting.note(text_of(error))
-
-    # ---- out
-
     def _leave(self, error: str | None) -> None:
-        if self._meeting is None:  # interrupted before anything was exchanged
-            return
         if self._splits:
-            self._leave_together(self._meeting, error)
-        else:
-            self._leave_alone(self._meeting, error)
-
-    def _leave_alone(self, meeting: Meeting, error: str | None) -> None:
+            self._leave_together(error)
+            return
         try:
             self._bring_back(self._moves())
         except Exception as refusal:
             self._why = str(refusal)
-            meeting.tell(Status(False, error, self._why))
+            self._meeting.tell(Status(False, error, self._why))
             raise
-        meeting.raise_for(meeting.tell(Status(False, error)))
+        self._meeting.raise_for(self._meeting.tell(Status(False, error)))
 
-    def _leave_together(self, meeting: Meeting, error: str | None) -> None:
-        moves, exchange, refusal = self._try_to_prepare()
-        shared = self._average.swap_state.shared
+    def _leave_together(self, error: str | None) -> None:
+        moves, exchange, refusal = list[Move](), None, None
         try:
-            by_rank = meeting.tell(Status(shared, error, None if refusal is None else str(refusal)))
+            moves, exchange = self._prepare_return(strict=True)
+        except Exception as reason:
+            refusal = reason
+        shared = self._engine.swap_is_shared
+        try:
+            by_rank = self._meeting.tell(Status(shared, error, None if refusal is None else str(refusal)))
         except errors.Error as missing:
             if shared:
                 raise self._still_there(missing) from None
@@ -363,18 +447,12 @@ class Swap(SwapMemory):
             if not self.swapped:
                 raise
             raise self._still_there(lost) from None
-        meeting.raise_for(by_rank)
+        self._meeting.raise_for(by_rank)
 
     def _still_there(self, error: Exception) -> Exception:
         self._why = f"{LEAVING}: {error}"
         text = f"{self._why}. The model's memory still holds averages; {_RESTORE}"
         return type(error)(text) if isinstance(error, errors.Error) else errors.make("internal", text)
-
-    def _try_to_prepare(self) -> tuple[list[Move], Exchange | None, Exception | None]:
-        try:
-            return *self._prepare_return(strict=True), None
-        except Exception as refusal:
-            return [], None, refusal
 
     def _prepare_return(self, strict: bool) -> tuple[list[Move], Exchange]:
         """All that could fail, and all memory; also on a rank that has its weights, whose parts others need."""
@@ -389,7 +467,7 @@ class Swap(SwapMemory):
         self._view.reshard()
         if self._view.unchanged():
             return []
-        return find_moves(self._view, self._tracked, strict)
+        return find_moves(self._view.as_it_is_now(), [one.local for one in self._tracked], strict)
 
     @torch.no_grad()
     def _bring_back(self, moves: Sequence[Move], exchange: Exchange | None = None, what: str = LEAVING) -> None:
@@ -410,10 +488,14 @@ class Swap(SwapMemory):
             self._ranks.agree(what, self._take_back)
             exchange.run(self._ranks.timeout)
         for move in moves:
-            move.now.copy_(move.weights.reshape(move.now.shape))
-        self._shown()
-        self._average.settle()
+            move.target.copy_(move.weights.reshape(move.target.shape))
+        self._view.written()
+        self._engine.settle()
         self._why = None
         swap_guard.settle(self)
-        warn_of_casts(moves)
-        warn_of_writes(written)
+        if moves:
+            warn_of_casts(moves)
+        if written:
+            more = f"'{written[0]}' and {len(written) - 1} more"
+            fate = "and what was written may be in the averages now"
+            warn(f"{more} were written inside swapped(): the weights are those from before it, {fate}", RuntimeWarning)

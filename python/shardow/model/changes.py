@@ -1,15 +1,18 @@
-"""What has become of a model's tensors since its view was made, in words, and the way out."""
+"""What has become of a model's tensors since its view was made, in words, and the way out. Weights may lie elsewhere
+when they come back from a swap, after casts, moves to devices, replaced parameters, load_state_dict(assign=True)."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardow.base.checks import invalid, warn
 from shardow.model.local import Adapter, HiddenTensor, LocalTensor, oddity
 from shardow.model.slots import Slot, slots
 
@@ -95,3 +98,40 @@ def _difference(local: LocalTensor, memory: torch.Tensor) -> str | None:
     if memory.numel() != local.region.size:
         return f"has {memory.numel()} elements on this rank, it had {local.region.size} when this EMA was made"
     return None
+
+
+class Move(NamedTuple):
+    """``weights`` belong into the memory ``target``."""
+
+    name: str
+    weights: torch.Tensor
+    target: torch.Tensor
+
+
+def find_moves(model: Iterable[LocalTensor], weights: Iterable[LocalTensor], strict: bool) -> list[Move]:
+    """Returns where ``weights`` lie in ``model``, as that is now, under every name that a tied weight has, if not where
+    they were. Raises ValueError where it has no place of the same region for a weight any more; not so ``strict``, such
+    are left out."""
+    places = {name: local for local in model for name in (local.name, *local.aliases)}
+    moves, lost = [], []
+    for local in weights:
+        for name in (local.name, *local.aliases):
+            place = places.get(name)
+            if place is None or place.region != local.region:
+                lost.append(f"'{name}' is gone" if place is None else f"'{name}' is of another shape or sharding")
+            elif place.tensor.data_ptr() != local.tensor.data_ptr() or place.tensor.dtype != local.tensor.dtype:
+                moves.append(Move(name, local.tensor, place.tensor))
+    if lost and strict:
+        raise invalid(
+            f"the model has no place for its weights any more: {lost[0]} ({len(lost)} in all). Nothing was lost: undo "
+            "what was done to the "
+            "model inside swapped() and call restore(), or restore(strict=False) to leave such parameters as they are"
+        )
+    return moves
+
+
+def warn_of_casts(moves: Sequence[Move]) -> None:
+    if cast := [move for move in moves if move.target.dtype != move.weights.dtype]:
+        dtype, target = cast[0].weights.dtype, cast[0].target.dtype
+        casts = f"'{cast[0].name}' and {len(cast) - 1} more were {dtype} and are {target} now"
+        warn(f"the model was cast inside swapped(): {casts}, so its weights came back rounded to that", RuntimeWarning)

@@ -81,9 +81,11 @@ def empty_like(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dt
 
 
 class DTensorAdapter:
+    """``modules``: FSDP2's, of which each may show unsharded copies."""
+
     def __init__(self, model: nn.Module, form: Form) -> None:
         self._form: Form = form
-        self._modules: list[Any] = [
+        self.modules: list[Any] = [
             module for module in modules_of(model) if isinstance(module, FSDPModule)
         ] + _modules_around(model)
 
@@ -102,14 +104,14 @@ class DTensorAdapter:
         return memory_of(slot.name, tensor._local_tensor, self._form)
 
     def reshard(self) -> None:
-        for module in self._modules:  # not recursive: the root alone is not enough
+        for module in self.modules:  # not recursive: the root alone is not enough
             module.reshard()
 
     def unsharded(self) -> list[str]:
         """Parameters that are shown unsharded now."""
         return [
             f"{info.param_name} of {type(info.module).__name__}"
-            for module in self._modules
+            for module in self.modules
             for group in _groups(module._get_fsdp_state())  # private: nothing public tells unsharded from never sharded
             for info, whole in ((p._module_info, getattr(p, "_unsharded_param", None)) for p in group.fsdp_params)
             if whole is not None and info.module._parameters.get(info.param_name) is whole
@@ -118,7 +120,7 @@ class DTensorAdapter:
     def reset(self) -> None:
         """After a forward that raised, roots believe that it still runs, and ignore reshard(). Gradients that wait for
         their reduction are lost with it, as torch documents."""
-        for module in self._modules:
+        for module in self.modules:
             state = module._get_fsdp_state()  # private: nothing public tells a root, or that gradients wait
             if state._is_root and hasattr(module, "reset_iter_state"):
                 if any(_awaits_reduction(group) for one in state._state_ctx.all_states for group in _groups(one)):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.local import HiddenAdapter, HiddenTensor, Replicas
+from shardow.model.local import HiddenAdapter, HiddenTensor, Replicas, replicas_in
 from shardow.model.names import join, modules_of, walk
 from shardow.model.slots import slots
 
@@ -102,6 +102,8 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
 
 
 class Fsdp1Adapter(HiddenAdapter):
+    _locals: list[FlatTensor]
+
     def __init__(self, model: nn.Module) -> None:
         inside: list[Any] = [
             one for one in modules_of(model) if isinstance(one, FullyShardedDataParallel) and one._handle is not None
@@ -111,10 +113,6 @@ class Fsdp1Adapter(HiddenAdapter):
         names = _names_of_modules(model) if self._wrappers else {}
         self._locals = [local for module in self._wrappers for local in _flat_tensors(module, names)]
         self._owned = _parameters_of(self._wrappers)
-
-    def others(self) -> Sequence[FlatTensor]:
-        """Local tensors that no slot shows."""
-        return self._locals
 
     def groups(self) -> list[dist.ProcessGroup]:
         return [module.process_group for module in self._wrappers]
@@ -126,21 +124,21 @@ class Fsdp1Adapter(HiddenAdapter):
         return any(row * math.prod(size for _, _, size in columns) == world for row, columns in groups)
 
     def shards(self) -> list[torch.Tensor]:
-        """One per flat parameter: their addresses show whether anything moved."""
         return [shard_of(module._handle) for module in self._wrappers]
 
     def flat_parameters(self) -> list[torch.Tensor]:
         return [module._handle.flat_param for module in self._wrappers]
 
     def shown(self) -> list[torch.Tensor]:
-        """The original parameters that have this rank's part in the shard: where they lie shows whether they were put
-        elsewhere.
-        """
+        """Returns those that have this rank's part in the shard."""
         return [
             one.shown
             for one in self._locals
             if one.shown is not one.handle.flat_param and type(one.shown) is nn.Parameter
         ]
+
+    def written(self) -> None:
+        torch.autograd.graph.increment_version(self.flat_parameters())
 
     def in_place(self) -> bool:
         return not any(left(module._handle) for module in self._wrappers)
@@ -262,7 +260,5 @@ def _offsets(flat: Any) -> list[int]:
 
 
 def _replicas(module: Any) -> Replicas:
-    group = getattr(module, "_inter_node_pg", None) if module._handle.uses_sharded_strategy else module.process_group
-    if group is None or dist.get_world_size(group) == 1:
-        return ()
-    return ((group, dist.get_rank(group), dist.get_world_size(group)),)
+    sharded = module._handle.uses_sharded_strategy
+    return replicas_in(getattr(module, "_inter_node_pg", None) if sharded else module.process_group)

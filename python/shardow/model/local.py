@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,6 +17,13 @@ from shardow.model.slots import Slot
 #: Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in
 #: order.
 Replicas = tuple[tuple[dist.ProcessGroup, int, int], ...]
+
+
+def replicas_in(group: dist.ProcessGroup | None) -> Replicas:
+    """Returns the replicas of what all ranks of ``group`` hold."""
+    if group is None or dist.get_world_size(group) == 1:
+        return ()
+    return ((group, dist.get_rank(group), dist.get_world_size(group)),)
 
 
 @dataclass(eq=False, slots=True)
@@ -78,16 +85,38 @@ class Adapter(Protocol):
     def memory(self, slot: Slot) -> torch.Tensor:
         """The plain local tensor in a claimed slot as it is now."""
 
-    def reshard(self) -> None:
-        """Frees every unsharded copy of the weights, whose next use would show old values. Local."""
-
 
 class HiddenAdapter:
     """Base of adapters whose wrapper keeps weights where no slot shows them. ``_owned``: ids of the parameters that it
-    shows instead.
+    shows instead; ``_locals``: the local tensors that no slot shows.
     """
 
     _owned: set[int]
+    _locals: Sequence[HiddenTensor]
+
+    def others(self) -> Sequence[HiddenTensor]:
+        return self._locals
+
+    def shards(self) -> Iterable[torch.Tensor]:
+        """Returns tensors whose addresses show whether anything moved."""
+        raise NotImplementedError
+
+    def shown(self) -> Sequence[torch.Tensor]:
+        """Returns the original parameters whose addresses show whether they were put elsewhere."""
+        return ()
+
+    def in_place(self) -> bool:
+        """Returns whether the weights are where the wrapper goes back to."""
+        return True
+
+    def reshard(self) -> None:
+        """Frees every unsharded copy of the weights, whose next use would show old values. Local."""
+
+    def written(self) -> None:
+        """Tells autograd that weights were written, and frees copies of the old ones. Local."""
+
+    def refuse_written(self) -> None:
+        """Raises where a copy was written, which has not reached the weights yet. Local."""
 
     def claims(self, slot: Slot) -> bool:
         return id(slot.recorded) in self._owned

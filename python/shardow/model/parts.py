@@ -52,8 +52,7 @@ class Held:
             self.mapping.update(self.values)
         if self.view is not None:
             give(self.view.model, self.filled)
-            self.view.bump_versions()
-            self.view.reshard()
+            self.view.written()
 
 
 def group_of(state: Saveable, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

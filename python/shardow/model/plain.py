@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _core
-from shardow.model.local import Form, LocalTensor, Replicas, memory_of
+from shardow.model.local import Form, LocalTensor, Replicas, memory_of, replicas_in
 from shardow.model.names import modules_of
 from shardow.model.slots import Slot
 
@@ -23,13 +23,13 @@ class PlainAdapter:
         self._regions: dict[torch.Size | None, _core.Region] = {}  # of one shape: made once
         self._replicas: dict[int, Replicas] = {}
         if group is not None:
-            self._replicas = dict.fromkeys(map(id, model.parameters()), _members(group))
+            self._replicas = dict.fromkeys(map(id, model.parameters()), replicas_in(group))
         for module in modules_of(model):
             if isinstance(module, DistributedDataParallel):
                 kept_equal = (
                     p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore
                 )
-                self._replicas.update(dict.fromkeys(map(id, kept_equal), _members(module.process_group)))
+                self._replicas.update(dict.fromkeys(map(id, kept_equal), replicas_in(module.process_group)))
 
     def claims(self, slot: Slot) -> bool:
         return True
@@ -42,11 +42,3 @@ class PlainAdapter:
 
     def memory(self, slot: Slot) -> torch.Tensor:
         return memory_of(slot.name, slot.recorded, self._form)
-
-    def reshard(self) -> None:
-        pass
-
-
-def _members(group: dist.ProcessGroup) -> Replicas:
-    size = dist.get_world_size(group)
-    return ((group, dist.get_rank(group), size),) if size > 1 else ()

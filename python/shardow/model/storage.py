@@ -83,10 +83,5 @@ def _extent(tensor: torch.Tensor) -> int:
     ) * tensor.itemsize
 
 
-def objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where torch keeps what data_ptr() reads, for prefetching: private, and never read by us."""
-    return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)
-
-
 def address_of(tensor: torch.Tensor) -> int:
     return 0 if oddity(tensor) else tensor.data_ptr()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,11 @@ from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
-from shardow.model.local import Adapter, Form, HiddenTensor, LocalTensor, oddity
+from shardow.model.local import Adapter, Form, HiddenAdapter, LocalTensor, oddity
 from shardow.model.names import modules_of, refuse_scripted, walk
 from shardow.model.plain import PlainAdapter
 from shardow.model.slots import Slot, refuse_valueless, slots, slots_of
-from shardow.model.storage import MARKS, address_of, objects_behind, overlaps
+from shardow.model.storage import MARKS, address_of, overlaps
 from shardow.model.zero3 import Zero3Adapter
 
 
@@ -38,10 +38,14 @@ class ModelView:
         places = [slot for name, module in modules for slot in slots_of(module, name)]
         refuse_valueless(places)
         parameters = [slot for slot in places if slot.kind == "parameter"]
-        self._fsdp1, self._zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
-        plain = PlainAdapter(model, group, form)
-        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, self._zero3, plain)
-        self._hidden: list[HiddenTensor] = [*self._fsdp1.others(), *self._zero3.others()]
+        self._fsdp1, zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
+        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, zero3, PlainAdapter(model, group, form))
+        #: Those that have something of this model: the others are not asked again.
+        self._hiding: list[HiddenAdapter] = [adapter for adapter in (self._fsdp1, zero3) if adapter.others()]
+        self._gathering: list[DTensorAdapter | HiddenAdapter] = [*self._hiding]
+        if self._dtensors.modules:
+            self._gathering.insert(0, self._dtensors)
+        self._hidden = [local for adapter in self._hiding for local in adapter.others()]
         self.watch_buffers = False
         self._followed_buffers: _core.Watch | None = None  # as they were when they were followed last
         self._found = self._collect(parameters)
@@ -113,7 +117,7 @@ class ModelView:
 
     def reshard(self) -> None:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
-        for adapter in self._adapters:
+        for adapter in self._gathering:
             adapter.reshard()
         if (
             self._sharded
@@ -125,7 +129,11 @@ class ModelView:
     def unchanged(self) -> bool:
         """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.08 us a
         parameter after an optimizer's step."""
-        if not (_same(self._watch) and self._flat_addresses() == self._recorded_flat and self._fsdp1.in_place()):
+        if not (
+            _same(self._watch)
+            and self._flat_addresses() == self._recorded_flat
+            and all(adapter.in_place() for adapter in self._hiding)
+        ):
             return False
         return not self.watch_buffers or self._buffers_same()
 
@@ -204,21 +212,21 @@ class ModelView:
         model."""
         self._slots = [*parameters]
         self._whole, self._sharded = _by_kind(self._found)
-        whole = [*self._whole, *self._fsdp1.shown()]
-        self._watch = self._watch_of(["_parameters", "_modules"], whole, self._sharded)
+        shown = [parameter for adapter in self._hiding for parameter in adapter.shown()]
+        self._watch = self._watch_of(["_parameters", "_modules"], [*self._whole, *shown], self._sharded)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(one.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
         self._buffers_in_place: _core.Watch | None = None  # as they were when they were compared last
 
     def _watch_of(self, keys: list[str], whole: list[torch.Tensor], sharded: list[torch.Tensor]) -> _core.Watch:
         modules = [module.__dict__ for module in modules_of(self.model)]
-        return _core.Watch(modules, keys, whole, sharded, MARKS, objects_behind)
+        return _core.Watch(modules, keys, whole, sharded, MARKS, _objects_behind)
 
     def _watch_buffers(self) -> _core.Watch:
         return self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
 
     def _flat_addresses(self) -> list[int]:
-        return [*map(torch.Tensor.data_ptr, self._fsdp1.shards()), *map(torch.Tensor.data_ptr, self._zero3.shards())]
+        return [shard.data_ptr() for adapter in self._hiding for shard in adapter.shards()]
 
     def _buffers_same(self) -> bool:
         if self._buffers_in_place is not None and _same(self._buffers_in_place):
@@ -245,17 +253,23 @@ class ModelView:
         slots = [(one.local.name, one.recorded) for one in self._found if not one.tied and not one.local.requires_grad]
         return slots + [(one.name, one.shown) for one in self._hidden if not one.requires_grad]
 
+    def written(self) -> None:
+        """Tells autograd that weights were written. Frees unsharded copies, in which old values would survive."""
+        self.bump_versions()
+        self.reshard()
+
     def bump_versions(self) -> None:
         """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values
         raises, where autograd can see it."""
-        torch.autograd.graph.increment_version([*self._whole, *self._sharded, *self._fsdp1.flat_parameters()])
-        self._zero3.free()
+        torch.autograd.graph.increment_version([*self._whole, *self._sharded])
+        for adapter in self._hiding:
+            adapter.written()
 
     def refuse_written(self) -> None:
         """Raises where weights were written that their shards don't have yet, and would be lost. Local; for ranks to
         agree on before any of them writes."""
-        for one in self._zero3.others():
-            one.refuse_written()
+        for adapter in self._hiding:
+            adapter.refuse_written()
 
 
 def find(
@@ -272,7 +286,7 @@ def find(
 
 
 def _in_model_order(
-    found: list[LocalTensor], hidden: list[HiddenTensor], modules: list[tuple[str, nn.Module]]
+    found: list[LocalTensor], hidden: Sequence[LocalTensor], modules: list[tuple[str, nn.Module]]
 ) -> list[LocalTensor]:
     """By module, as named_parameters() goes: the kind of sharding must not show in the order. ``found`` came in that of
     ``modules``.
@@ -290,6 +304,11 @@ def _by_kind(slots: Iterable[Found]) -> tuple[list[torch.Tensor], list[torch.Ten
     tensors = [slot.recorded for slot in slots if not oddity(slot.local.tensor)]
     sharded: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     return [tensor for tensor in tensors if not isinstance(tensor, DTensor)], sharded
+
+
+def _objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns where torch keeps what data_ptr() reads, for prefetching: private, and never read here."""
+    return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)
 
 
 def _same(watch: _core.Watch) -> bool:

@@ -57,6 +57,8 @@ def groups_of(tensors: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
 
 
 class Zero3Adapter(HiddenAdapter):
+    _locals: list[Partition]
+
     def __init__(self, walked: Iterable[Slot]) -> None:
         found = (
             by_tensor(slot for slot in walked if is_partitioned(slot.recorded)) if "deepspeed" in sys.modules else {}
@@ -64,19 +66,14 @@ class Zero3Adapter(HiddenAdapter):
         self._locals = [_partition(places) for places in found.values()]
         self._owned = set(found)
 
-    def others(self) -> Sequence[Partition]:
-        """Local tensors that no slot shows."""
-        return self._locals
-
     def shards(self) -> Iterator[torch.Tensor]:
-        """Their addresses show whether anything moved."""
         return (one.shown.ds_tensor for one in self._locals)
 
-    def reshard(self) -> None:
-        pass
+    def refuse_written(self) -> None:
+        for partition in self._locals:
+            partition.refuse_written()
 
-    def free(self) -> None:
-        """Copies of stretches that were written since. Local."""
+    def written(self) -> None:
         gathered = [one for one in self._locals if one.shown.ds_status.name != "NOT_AVAILABLE"]
         optimizers = {
             id(one): one for one in (getattr(one.shown, "_z3_optimizer", None) for one in gathered) if one is not None

@@ -170,6 +170,34 @@ def test_a_rank_that_dies_before_the_exchange_leaves_the_others_with_their_weigh
     assert back
 
 
+def fails_before_it_overwrites(kind: str) -> list[Any]:
+    """Rank 1 fails when it has all parts of the averages, and has written none. Rank 0 leaves once that is over."""
+    from shardow.averages import replicas as _replicas
+
+    _, ema = trained(kind)
+    weights, held, run = local(ema), averages(ema), _replicas.Exchange.run
+
+    def refuse() -> None:
+        raise _Broken("at the first part")
+
+    if dist.get_rank() == 1:
+        _replicas.Exchange.run = lambda exchange, seconds, *_: run(exchange, seconds, refuse)  # type: ignore[method-assign]
+    failed = outcome(ema.swap_in)
+    _replicas.Exchange.run = run  # type: ignore[method-assign]
+    swapped = averages_of(ema).engine.swapped
+    if dist.get_rank() == 0:
+        time.sleep(1.0)
+        outcome(ema.swap_out)
+    ema.restore()
+    return [failed[0], swapped, same(local(ema), weights), same(averages(ema), held)]
+
+
+def test_restore_brings_back_what_one_rank_has_overwritten_and_the_other_has_not() -> None:
+    first, second = ranks.run(2, fails_before_it_overwrites, "ddp")
+    assert first == ["none", True, True, True]
+    assert second == ["_Broken", False, True, True]
+
+
 def dies_inside(kind: str) -> list[Any]:
     _, ema = trained(kind, timeout=4.0)
     weights = local(ema)
@@ -314,15 +342,15 @@ def test_replicas_that_differ_are_not_overwritten() -> None:
 def interrupted_in_the_exchange(kind: str) -> list[Any]:
     _, ema = trained(kind)
     weights, held = local(ema), averages(ema)
-    shown = averages_of(ema).swap._shown
+    written = averages_of(ema).view.written
 
     def interrupted() -> None:
-        averages_of(ema).swap._shown = shown  # type: ignore[method-assign]
-        shown()
+        averages_of(ema).view.written = written  # type: ignore[method-assign]
+        written()
         os.kill(os.getpid(), signal.SIGINT)
 
     if dist.get_rank() == 1:
-        averages_of(ema).swap._shown = interrupted  # type: ignore[method-assign]
+        averages_of(ema).view.written = interrupted  # type: ignore[method-assign]
     found: Outcome = ("none", "")
     try:
         with ema.swapped():

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardow
 from shardow.compat.automodel import EMAManager, ShardedModelEMAManager
+from shardow.compat.files import torch_files
 
 
 def _origin_saves(path: str, dtype: torch.dtype) -> None:
@@ -270,7 +271,7 @@ def _export_fails(path: str) -> str:
 
     manager = EMAManager(models.build("fsdp2", 2))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch, "save", full)
+        patched.setattr(torch_files, "_add", full)
         with pytest.raises((OSError, shardow.Error)) as told:
             manager.export_shadow(path)
     return str(told.value)

@@ -17,9 +17,7 @@ from shardow import _core, errors
 from shardow.base.checks import invalid, warn
 from shardow.compat._impl.filling import fill
 from shardow.compat.files import dcp, torch_files
-from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup, Step, equal_updates
-from shardow.files.checkpoint import save
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
 from shardow.model.match import Fit, Form
@@ -66,7 +64,7 @@ class Managed(ABC):
         """The averages become the weights."""
 
     def _complete(self) -> Held:
-        """Everything that an averaged model saves, and its view."""
+        """Everything that an averaged model saves."""
         return self._held()
 
     def __len__(self) -> int:
@@ -142,39 +140,12 @@ class Managed(ABC):
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
         """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state
-        dict for load_state_dict(strict=True). Rank 0 writes it, and holds it whole, as generate.py does.
-        Collective. ``dtype``: of floating tensors.
+        dict for load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time. Collective. ``dtype``:
+        of floating tensors.
         """
         held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
-        path, content = Path(directory) / "ema_shadow.pt", dict[str, torch.Tensor]()
-        for name, tensor in Gatherer("export_shadow()", held.parts, self._ranks).stream():
-            if tensor is not None:
-                cast = tensor.to(kind) if kind and tensor.is_floating_point() else tensor
-                content.update(dict.fromkeys(held.names[name], cast))
-
-        def publish() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch_files.write(content, path)
-
-        self._ranks.agree("export_shadow()", lambda: publish() if self._ranks.rank == 0 else None)
-        return path
-
-    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
-        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
-        bytes. Collective.
-        """
-        path = Path(directory) / "ema.safetensors"
-
-        def look_up() -> Held:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return self._complete()
-
-        held = self._together("export_safetensors()", look_up)
-        assert held.view is not None
-        places = [*held.view.parameters, *held.view.buffers]
-        own = {place.name for place in places if place.counts_on(self._ranks.rank)}
-        pieces = {part.name: Piece(part.flat, part.region) for part in held.parts if part.name in own}
-        save(pieces | held.extra, path, dtype, group=self._ranks.process_group)
+        path = Path(directory) / "ema_shadow.pt"
+        torch_files.write_gathered("export_shadow()", path, held, self._ranks, kind)
         return path
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from shardow.compat._impl.averaged_copy import TrainedCopy
 from shardow.compat._impl.swapped_model_proxy import all_ranks, joined, ranks_of, refuse_copies
 from shardow.compat.automodel.managed import Managed, checked_decay, look, weights_of
+from shardow.files.checkpoint import save as save_file
 from shardow.model.groups import group_of_model
 from shardow.model.match import compare
 from shardow.model.parts import Held, held_by
@@ -90,6 +92,15 @@ class ShardedModelEMAManager(Managed):
             "parameters": len(self),
             "held_nonfinite": self._twin.held(),
         }
+
+    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
+        bytes. Collective.
+        """
+        path = Path(directory) / "ema.safetensors"
+        self._together("export_safetensors()", lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        save_file(self.ema_model, path, dtype, group=self._ranks.process_group)
+        return path
 
     def _names(self) -> Mapping[str, object]:
         return self._twin.names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,9 @@ from shardow.base.checks import invalid
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.swapped_model_proxy import all_ranks, joined
 from shardow.compat.automodel.managed import Managed, checked_decay, clone, look, weights_of
+from shardow.distributed.rank_group import Step, equal_updates
 from shardow.ema import EMA, model_averages
+from shardow.files import engine
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
 
@@ -127,6 +129,25 @@ class EMAManager(Managed):
         """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what EMA.stats() adds."""
         return {**self._ema.stats(), "decay": self.decay, "updates": self.updates}
 
+    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
+        bytes. Collective.
+        """
+        path = Path(directory) / "ema.safetensors"
+
+        what = "export_safetensors()"
+
+        def find() -> engine.SaveStep:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            view = self._averages.view
+            own = {local.name for local in [*view.parameters, *view.buffers] if local.counts_on(self._ranks.rank)}
+            parts = [part for part in self._complete().parts if part.name in own]
+            to_save = engine.ToSave([engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None))
+            return Step(to_save, [equal_updates(what, self.updates, self._ranks)])
+
+        engine.write(find, path, self._ranks, what=what)
+        return path
+
     def _names(self) -> Mapping[str, object]:
         return self._shadow
 
@@ -144,7 +165,7 @@ class EMAManager(Managed):
     def _complete(self) -> Held:
         self._averages.swap.refuse("an export")
         self._averages.swap.rebind()
-        return replace(self._averages.held(complete=True), view=self._averages.view)
+        return self._averages.held(complete=True)
 
 
 def _is_in(names: frozenset[str], name: str, _: object) -> bool:

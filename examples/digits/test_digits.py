@@ -149,7 +149,7 @@ def test_a_rank_that_fails_ends_the_demo_with_its_message(tmp_path: Path) -> Non
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "__init__.py").touch()
     flags = ["--quick", "--steps=6", "--epochs=1", "--samples=64", "--shard=plain", "--ranks=1", "--out=."]
-    done = demo(*flags, start=(str(ROOT / "examples" / "digits"),), cwd=tmp_path)
+    done = demo(*flags, f"--use_ema={ALL}", start=(str(ROOT / "examples" / "digits"),), cwd=tmp_path)
     assert done.returncode == 1
     assert re.search(r"The demo stopped: rank \d: .*File exists: 'checkpoint'", done.stderr), done.stderr
     assert "Traceback" in (tmp_path / "error.txt").read_text()

@@ -207,9 +207,10 @@ std::vector<std::string> SharedTensors::lists_of(group::CollectiveCall& call, co
     for (const Kind& kind : kinds) out.text(by_rank.at(static_cast<size_t>(kind.ranks[0])));
     return group::Ranks::Decision{packed(out.bytes())};
   };
-  const std::string all =
-      unpacked(group::ranks_of(call.group()).decide(tells ? "+" + list_ : std::string(), join, call.deadline()).common);
-  for (Receiver in(all); !in.done();) lists.push_back(in.text().substr(1));
+  const std::string packed_lists =
+      group::ranks_of(call.group()).decide(tells ? "+" + list_ : std::string(), join, call.deadline()).common;
+  const std::string joined = unpacked(packed_lists);
+  for (Receiver in(joined); !in.done();) lists.push_back(in.text().substr(1));
   return lists;
 }
 

@@ -96,6 +96,7 @@ auto weighed(const std::vector<std::string>& by_rank, Fn fn) {
     return fn(all);
   } catch (nb::python_error& raised) {
     throw_if_ours(raised);
+    if (by_rank.size() == 1) throw;  // a rank alone has no round to interrupt
     if (!raised.matches(PyExc_Exception)) interrupt(std::move(raised));
     throw std::runtime_error(without_stack(raised));
   }

@@ -19,6 +19,7 @@ from outcomes import Outcome, outcome
 import shardow
 from shardow import _core
 from shardow.distributed import store_group
+from shardow.distributed.rank_group import Comparison, RankGroup, Step
 
 
 def judged() -> list[object]:
@@ -167,3 +168,24 @@ def test_rank_that_is_late_for_a_broadcast_is_an_error_on_all_and_leaves_the_pro
         assert kind == "DeadlineError"
         assert "rank(s) [1] did not take part before the deadline" in message
         assert total == 2
+
+
+class _Interrupted(Comparison):
+    def words(self) -> bytes:
+        return b"words"
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        raise KeyboardInterrupt(f"among {len(by_rank)}")
+
+
+def interrupted_in_a_comparison() -> str:
+    for group, size in ((None, 1), (dist.group.WORLD, 2)):
+        ranks_ = RankGroup(group, 60)
+        with pytest.raises((KeyboardInterrupt, ConnectionError)) as error:
+            ranks_.step("call()", lambda: Step(None, [_Interrupted()]))
+        assert size == 2 or (type(error.value), str(error.value)) == (KeyboardInterrupt, "among 1")
+    return type(error.value).__name__
+
+
+def test_what_interrupts_a_comparison_is_raised_on_its_rank_and_the_others_learn_of_it() -> None:
+    assert sorted(ranks.run(2, interrupted_in_a_comparison)) == ["KeyboardInterrupt", "PeerFailedError"]

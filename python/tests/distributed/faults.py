@@ -54,6 +54,8 @@ class Fault:
         else:
             os.kill(os.getpid(), _SIGNALS[self._kind.removesuffix(" after")])
             time.sleep(0.3 if self._kind == "interrupted" else 0.05)  # the other threads hear it
+            if self._kind == "stopped after":
+                time.sleep(0.2)  # when it goes on, the answer takes some time yet
 
 
 class Watched:
@@ -137,6 +139,8 @@ def meet(kind: str, verb: str, fault: str, rounds: list[int], timeout: float, fo
         is_other = Watched.fault is not None and Watched.fault.has_happened
         outcomes.append([outcome(calls["next" if is_other else verb])])
         if fault.startswith("stopped") and not is_faulty:
+            # By then the stopped rank's own wait for the store is over, too.
+            time.sleep(max(0.0, 1.05 * timeout + 1.0 - outcomes[-1][0][2]))
             os.kill(pids[-1], signal.SIGCONT)
         if fault.startswith("killed"):
             return outcomes

@@ -1,5 +1,6 @@
 #include "file/call.h"
 
+#include <algorithm>
 #include <deque>
 #include <optional>
 #include <utility>

@@ -94,8 +94,8 @@ group::Part Filling::part(int rank, bool verify) {
 
 using Fillings = std::deque<Filling>;
 
-/// What all ranks want fits, or throws the same on all; then each reads its own. One step, if all are done within the
-/// time of a part.
+/// Checks that what all ranks want fits, or throws the same on all; then each rank reads its own. Takes one step, if
+/// all are done within the time of a part.
 std::vector<LoadReport> load_agreed(group::CollectiveCall& ranks, Fillings& fillings, const Asked& asked,
                                     const LoadCall& call) {
   std::vector<LoadReport> reports;

@@ -1,4 +1,4 @@
-// What one rank is asked to save, and what is looked at there before ranks meet.
+// Save request of one rank, and its checks before ranks meet.
 #pragma once
 
 #include <filesystem>

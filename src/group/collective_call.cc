@@ -93,8 +93,8 @@ void CollectiveCall::work(int64_t total_bytes, const std::function<Part()>& part
     int64_t bytes = 0;
     bool all_done = true;
     std::vector<std::string> all_brought;
-    for (const std::string& one : by_rank) {
-      Receiver in(one);
+    for (const std::string& words : by_rank) {
+      Receiver in(words);
       bytes += in.number();
       all_done = in.number() != 0 && all_done;
       all_brought.push_back(in.text());

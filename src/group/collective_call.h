@@ -30,7 +30,7 @@ class Comparison {
   virtual void take(CollectiveCall& call, const std::string& total) = 0;
 };
 
-/// What a rank compares in one round. They outlive it.
+/// Lists the comparisons of a rank in one round, which they outlive.
 using Comparisons = std::vector<Comparison*>;
 
 /// Makes several comparisons in one round, in their order.
@@ -100,7 +100,7 @@ class CollectiveCall {
   std::string on_first(const std::function<std::string()>& step) const;
 
   /// Calls `part`, which takes about a second at most, until it is done on every rank; the timeout counts from one part
-  /// to the next. Progress is told on rank 0 in the step after the one that it is about, so that a callback that throws
+  /// to the next. Rank 0 calls the callback of progress in the step after the part, so that a callback that throws
   /// stops all ranks at once. `last`: what ranks compare when all are done; asked for once, when this rank is.
   void work(int64_t total_bytes, const std::function<Part()>& part, const Prepare& last = {});
 

@@ -179,7 +179,7 @@ class Swap:
     ) -> None:  # fmt: skip
         self._engine, self._streams, self._tracked, self._view = engine, streams, tracked, view
         self._ranks, self._splits = ranks, splits
-        self._has_masters = any(one.mastered for one in tracked)
+        self._has_masters = any(weight.mastered for weight in tracked)
         self._why: str | None = None  # why the averages are still there though the block is left
         self._meeting = Meeting(ranks)
         self._versions: dict[str, int] = {}
@@ -194,10 +194,10 @@ class Swap:
     def weights(self) -> Iterator[torch.Tensor]:
         """The memory of the weights, of what is averaged in their place, and of the averages; in a swap also where the
         model shows them by now."""
-        for one in self._tracked:
-            yield one.local.tensor
-            yield one.source
-            yield from one.averages
+        for weight in self._tracked:
+            yield weight.local.tensor
+            yield weight.source
+            yield from weight.averages
         if self.swapped and not self._view.unchanged():
             yield from self.parameters()
 
@@ -267,10 +267,10 @@ class Swap:
 
     def bind(self) -> None:
         """The engine reads where the weights lie now."""
-        for one in self._tracked:
-            one.follow()
+        for weight in self._tracked:
+            weight.follow()
         self._find_strided()
-        sources = [one.view(one.sources()) for one in self._tracked]
+        sources = [weight.view(weight.sources()) for weight in self._tracked]
         self._with_memory(lambda: self._engine.bind(sources))
 
     def _follow_streams(self) -> None:
@@ -287,23 +287,23 @@ class Swap:
             with_memory(call)
 
     def _find_strided(self) -> None:
-        self._strided = [one for one in self._tracked if one.stage is not None]
+        self._strided = [weight for weight in self._tracked if weight.stage is not None]
 
     def gather(self) -> None:
-        """Strided weights into the memory that the engine reads. Others lie there already."""
-        for one in self._strided:
-            one.gather()
+        """Copies strided weights into the memory that the engine reads, where others lie already."""
+        for weight in self._strided:
+            weight.gather()
 
     def scatter(self) -> None:
-        """And back, after somebody has written there."""
-        for one in self._strided:
-            one.scatter()
+        """Copies strided weights back, after a write to that memory."""
+        for weight in self._strided:
+            weight.scatter()
 
     def _views(self) -> list[_core.TensorView]:
-        return [one.view(one.weights()) for one in self._tracked]
+        return [weight.view(weight.weights()) for weight in self._tracked]
 
     def _swap_in(self, k: int) -> None:
-        """What this rank owns, whole or not at all. What is bound are the weights, but for masters."""
+        """Swaps in all that this rank owns, or nothing. The bound tensors are the weights, but for masters."""
         self._view.reshard()
         self.gather()
         weights = self._views() if self._has_masters else []
@@ -311,7 +311,7 @@ class Swap:
         self.scatter()
 
     def _take_back(self) -> None:
-        """What this rank owns, from whatever point the swap has reached, wherever it lies by now."""
+        """Takes back all that this rank owns, from any point of the swap, wherever the weights have moved."""
         weights = [] if self._view.unchanged() else self._views()
         self._follow_streams()
         self._engine.take_back(weights)
@@ -467,7 +467,7 @@ class Swap:
         self._view.reshard()
         if self._view.unchanged():
             return []
-        return find_moves(self._view.as_it_is_now(), [one.local for one in self._tracked], strict)
+        return find_moves(self._view.as_it_is_now(), [weight.local for weight in self._tracked], strict)
 
     @torch.no_grad()
     def _bring_back(self, moves: Sequence[Move], exchange: Exchange | None = None, what: str = LEAVING) -> None:

@@ -12,8 +12,8 @@ Facts (1) travel through the process group's store, data (2) as torch tensors, p
 
 from __future__ import annotations
 
-import json
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from shardow.distributed.rank_group import RankGroup
 from shardow.distributed.transfers import begun, carrier, empty, finish
 
 _BLOCK = 16 << 20  # bytes of one message
+_Sender = tuple[int, bytes]  # rank, its region
 
 
 class Part(NamedTuple):
@@ -43,7 +44,7 @@ class Gatherer:
     def __init__(self, what: str, parts: Sequence[Part], ranks: RankGroup) -> None:
         self._what, self._ranks = what, ranks
         self._parts = list(parts)
-        self._senders, self._mine = self._plan()
+        self._sends, self._senders = self._plan()
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """(name, full CPU tensor) on rank 0, (name, None) elsewhere. Collective: every rank must exhaust it."""
@@ -51,7 +52,7 @@ class Gatherer:
             if self._ranks.rank == 0:
                 yield part.name, self._receive(i)
             else:
-                if self._mine[i]:
+                if self._sends[i]:
                     for block in part.flat.split(_elements(part.flat.itemsize)):
                         self._move(dist.isend, block.contiguous().to(self._carrier(block)), 0, group_dst=0)
                 yield part.name, None
@@ -65,18 +66,21 @@ class Gatherer:
         """All of stream() on rank 0, each tensor under its name and its ``aliases``; {} elsewhere. Collective."""
         return {key: full for name, full in self.stream() if full is not None for key in (name, *aliases.get(name, ()))}
 
-    def _plan(self) -> tuple[list[list[tuple[int, _core.Region]]], list[int]]:
-        """(senders of each tensor with their regions: rank 0 only; whether this rank sends)."""
+    def _plan(self) -> tuple[list[bool], list[list[_Sender]]]:
+        """(whether this rank sends each tensor; who sends each: rank 0 only)."""
 
         def orders(by_rank: list[bytes]) -> list[bytes]:
-            gathered = [json.loads(text) for text in by_rank]
+            gathered = [pickle.loads(text) for text in by_rank]
             senders = [_pick(i, part.name, gathered) for i, part in enumerate(self._parts)]
-            sends = [[int(any(rank == r for rank, _ in who)) for who in senders] for r in range(len(by_rank))]
-            return [json.dumps([own, [] if r else senders]).encode() for r, own in enumerate(sends)]
+            sends = [[False] * len(senders) for _ in by_rank]
+            for i, who in enumerate(senders):
+                for rank, _ in who:
+                    sends[rank][i] = True
+            return [pickle.dumps((own, [] if r else senders)) for r, own in enumerate(sends)]
 
-        own = json.dumps([(part.name, part.region.encode().hex()) for part in self._parts]).encode()
-        sends, senders = json.loads(self._ranks.decide_each(self._what, own, orders))
-        return [[(rank, _decoded(region)) for rank, region in who] for who in senders], sends
+        own = pickle.dumps([(part.name, part.region.encode()) for part in self._parts])
+        sends, senders = pickle.loads(self._ranks.decide_each(self._what, own, orders))
+        return sends, senders
 
     def _move(self, how: Callable[..., dist.Work | None], block: torch.Tensor, peer: int, **options: int) -> None:
         group, timeout = self._ranks.process_group, self._ranks.timeout
@@ -89,7 +93,8 @@ class Gatherer:
     def _receive(self, i: int) -> torch.Tensor:
         part = self._parts[i]
         full = empty(part.region.shape, part.flat.dtype)
-        for rank, region in self._senders[i]:
+        for rank, encoded in self._senders[i]:
+            region = _core.Region.decode(encoded)
             if rank == 0:
                 place(part.flat.cpu(), region, full)
                 continue
@@ -103,20 +108,16 @@ class Gatherer:
         return full
 
 
-def _decoded(region: str) -> _core.Region:
-    return _core.Region.decode(bytes.fromhex(region))
-
-
-def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[int, str]]:
+def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) -> list[_Sender]:
     """Ranks that together hold tensor i exactly once; ranks that hold the same as an earlier one are passed over."""
-    picked: dict[str, int] = {}
+    picked: dict[bytes, int] = {}
     for rank, parts in enumerate(gathered):
         if i >= len(parts) or parts[i][0] != name:
             there = parts[i][0] if i < len(parts) else "nothing"
             raise invalid(f"rank {rank} has {there!r} where rank 0 has {name!r}; all ranks must hold the same tensors")
-        if _decoded(parts[i][1]).size > 0:
+        if _core.Region.decode(parts[i][1]).size > 0:
             picked.setdefault(parts[i][1], rank)
-    regions = [*map(_decoded, picked or [gathered[0][i][1]])]
+    regions = [*map(_core.Region.decode, picked or [gathered[0][i][1]])]
     if not _core.covers_once(regions):
         held = sum(region.size for region in regions)
         raise invalid(f"'{name}' of shape {regions[0].shape}: ranks' regions overlap or leave holes ({held} elements)")

@@ -2,7 +2,7 @@
 
 Numbered, as the code below:
 
-1. every rank tells rank 0 what it wants: keys, regions, dtypes
+1. every rank has told rank 0 what it wants: keys, regions, dtypes
 2. both sides cut that into the same messages of at most 4 MiB, small pieces packed together (src/tensor/messages.h);
    few are on the way at any time
 3. rank 0 sends them in turns; where the source's elements lie one after another they are sent from where they are
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,16 +87,14 @@ class _Side:
             self.failed = self.failed or error
 
     def send(self, data: torch.Tensor, rank: int) -> dist.Work | None:
-        return begun(
-            lambda: dist.isend(data, group_dst=rank, group=self._ranks.process_group, tag=self._tag),
-            self._otherwise(rank),
-        )
+        return self._move(dist.isend, data, rank, group_dst=rank)
 
     def receive(self, data: torch.Tensor, rank: int) -> dist.Work | None:
-        return begun(
-            lambda: dist.irecv(data, group_src=rank, group=self._ranks.process_group, tag=self._tag),
-            self._otherwise(rank),
-        )
+        return self._move(dist.irecv, data, rank, group_src=rank)
+
+    def _move(self, how: Callable[..., Any], data: torch.Tensor, rank: int, **peer: int) -> dist.Work | None:
+        group = self._ranks.process_group
+        return begun(lambda: how(data, group=group, tag=self._tag, **peer), self._otherwise(rank))
 
     def finish(self, work: dist.Work | None, rank: int, since: float | None = None) -> None:
         """``since``: when the wait began; None: now."""
@@ -134,12 +132,17 @@ class _Recent:
 class Server(_Side):
     """Rank 0."""
 
-    def run(self, source: Mapping[str, torch.Tensor], own: Sequence[Fill], progress: Progress | None) -> None:
-        """Fills ``own``, and sends the others what they want."""
+    def run(
+        self,
+        source: Mapping[str, torch.Tensor],
+        own: Sequence[Fill],
+        wants: Sequence[Sequence[Want]],
+        progress: Progress | None,
+    ) -> None:
+        """Fills ``own``, and sends the others what they want. ``wants``: by rank."""
         self._lost: set[int] = set()
         self._heard = [time.monotonic()] * self._ranks.size  # the last sign of each rank
         self._sent: deque[tuple[dist.Work | None, int, torch.Tensor, float]] = deque()
-        wants = [[fill.want for fill in own], *self._wants()]
         total = sum(_core.Region.decode(want.region).size * want.dtype.itemsize for one in wants for want in one)
         done, recent = 0, _Recent(source)
         for turn in itertools.zip_longest(*(messages(one) for one in wants)):
@@ -156,30 +159,6 @@ class Server(_Side):
                         progress(done, total)
         self._until(0)
         self.end()
-
-    def _wants(self) -> list[list[Want]]:
-        """(1), of ranks 1 and up; all are asked before one is waited for."""
-        peers = range(1, self._ranks.size)
-        texts = self._received(dict.fromkeys(peers, 8))
-        texts = self._received(
-            {rank: int.from_bytes(texts[rank], "little") for rank in peers if rank not in self._lost}
-        )
-        return [[] if rank in self._lost else pickle.loads(texts[rank]) for rank in peers]
-
-    def _received(self, lengths: Mapping[int, int]) -> dict[int, bytes]:
-        """Bytes of each rank; of one that is lost, none."""
-        coming: dict[int, tuple[dist.Work | None, torch.Tensor]] = {}
-        texts: dict[int, bytes] = {}
-        for rank, length in lengths.items():
-            with self._losing(rank):
-                data = torch.zeros(length, dtype=torch.uint8, device=self._device)
-                coming[rank] = (self.receive(data, rank), data)
-        for rank, (work, data) in coming.items():
-            with self._losing(rank):
-                self.finish(work, rank, self._heard[rank])
-                self._heard[rank] = time.monotonic()
-                texts[rank] = data.cpu().numpy().tobytes()
-        return texts
 
     def _send_message(self, source: _Recent, message: Message, wants: Sequence[Want], rank: int) -> None:
         data = torch.empty(0, device="cpu")
@@ -216,13 +195,7 @@ class Client(_Side):
     """Every other rank."""
 
     def run(self, own: Sequence[Fill]) -> None:
-        """Tells rank 0 what this rank wants, and fills it as it comes."""
-        text = torch.frombuffer(bytearray(pickle.dumps([fill.want for fill in own])), dtype=torch.uint8).to(
-            self._device
-        )
-        length = torch.tensor([text.numel()], device=self._device).view(torch.uint8)
-        for data in (length, text):
-            self.finish(self.send(data, 0), 0)
+        """Fills ``own`` as it comes."""
         self._coming: deque[tuple[dist.Work | None, torch.Tensor, Message]] = deque()
         for message in messages([fill.want for fill in own]):
             direct = _in_place(message, own, self._device)

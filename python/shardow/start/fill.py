@@ -193,18 +193,24 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
         return report, [Fill(part, Want(key, part.region.encode(), dtype)) for (part, key), dtype in each]
 
     report, fills = ranks.agree(job.what, compared)
+    wants = ranks.decide_each(job.what, pickle.dumps([fill.want for fill in fills]), _for_first)
     device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))
     assert ranks.process_group is not None
     tag = store_group(ranks.process_group).next_tag()
 
     def move() -> None:
         if ranks.rank == 0:
-            Server(ranks, device, tag).run(given, fills, shown(job.progress, "materialize", ranks.rank))
+            all_wants = [pickle.loads(each) for each in pickle.loads(wants)]
+            Server(ranks, device, tag).run(given, fills, all_wants, shown(job.progress, "materialize", ranks.rank))
         else:
             Client(ranks, device, tag).run(fills)
 
-    ranks.agree(job.what, move, begun=True, behind=behind(ranks.timeout))
+    ranks.agree(job.what, move, behind=behind(ranks.timeout))
     return _with_extra(job, extra, report)
+
+
+def _for_first(by_rank: list[bytes]) -> list[bytes]:
+    return [pickle.dumps(by_rank), *[b""] * (len(by_rank) - 1)]
 
 
 def _compared(

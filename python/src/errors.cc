@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "core.h"
+#include "group/rounds.h"
 
 namespace nb = nanobind;
 
@@ -26,6 +27,10 @@ void translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Raised& raised) {
+    raised.restore();
+  } catch (group::Interruption& interruption) {
+    translate(interruption.exception(""), nullptr);
+  } catch (nb::python_error& raised) {
     raised.restore();
   } catch (const Error& error) {
     raise(error.code(), error.what(), error.os_errno());

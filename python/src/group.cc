@@ -12,7 +12,7 @@
 #include <nanobind/trampoline.h>
 
 #include <algorithm>
-#include <exception>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -61,12 +61,13 @@ struct PyGroup final : group::StoreGroup {
   }
 
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
-    in_python([&] {
-      self().attr("send")(view({const_cast<std::byte*>(bytes.data()), bytes.size()}), to, seconds_left(deadline));
-    });
+    if (!moves_blocks_) return StoreGroup::send(bytes, to, deadline);
+    const std::span own(const_cast<std::byte*>(bytes.data()), bytes.size());
+    in_python([&] { self().attr("send")(view(own), to, seconds_left(deadline)); });
   }
 
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
+    if (!moves_blocks_) return StoreGroup::recv(bytes, from, deadline);
     in_python([&] { self().attr("recv")(view(bytes), from, seconds_left(deadline)); });
   }
 
@@ -141,25 +142,23 @@ std::pair<nb::bytes, nb::bytes> decide(Group& group, const nb::bytes& mine, cons
     for (nb::handle words : made[1]) decision.each.push_back(text_of(words));
     return decision;
   };
-  group::Ranks::Answer answer;
+  group::Ranks::Met met;
   {
     const std::string_view data(mine.c_str(), mine.size());
     const nb::gil_scoped_release release;
     const auto choose = [&](const auto& by_rank) { return weighed(by_rank, made_by); };
-    answer = group::ranks_of(group).decide(data, choose, in_seconds(timeout));
+    met = group::ranks_of(group).decide(data, choose, in_seconds(timeout));
   }
-  return {to_bytes(answer.common), to_bytes(answer.own)};
+  return {to_bytes(met.common), to_bytes(met.own)};
 }
 
 nb::bytes compare_set(group::StoreGroup& group, const std::string& key, const std::string& expected,
                       const std::string& desired, double timeout) {
   std::string value;
-  try {
+  {
     const nb::gil_scoped_release release;
     group.store().answer_by(in_seconds(timeout), timeout);
     value = group.store().compare_set(key, expected, desired);
-  } catch (group::Interruption& interruption) {
-    std::rethrow_exception(interruption.exception(""));
   }
   return to_bytes(value);
 }
@@ -168,41 +167,23 @@ nb::bytes compare_set(group::StoreGroup& group, const std::string& key, const st
 /// a word to the others.
 void step(Group& group, const std::string& call, double timeout, const nb::callable& prepare, double behind) {
   constexpr double kToTell = 1;
-  double patience = timeout + behind;
+  group::CollectiveCall ranks(group, milliseconds(timeout + behind));
   nb::object kept;
-  group::Joint joint;
-  std::string words, message;
-  std::exception_ptr raised;
-  try {
-    raising([&] {
+  const auto compared = [&] {
+    const nb::gil_scoped_acquire gil;
+    try {
       kept = prepare();
-      joint = group::Joint(comparisons_of(kept));
-    });
-    words = joint.words();
-  } catch (const Raised& error) {
-    if (!error.is(PyExc_Exception)) throw;
-    if (error.is(PyExc_TimeoutError)) patience = std::min(timeout, kToTell);  // it has waited for others already
-    raised = std::current_exception();
-    message = error.what();
-  } catch (const Error& error) {
-    raised = std::current_exception();
-    message = error.what();
-  }
-  const auto own = [&] {
-    if (raised) throw std::runtime_error(message);
-    return words;
+    } catch (nb::python_error& raised) {
+      if (!raised.matches(PyExc_Exception)) interrupt(std::move(raised));
+      // It has waited for others already.
+      if (raised.matches(PyExc_TimeoutError)) ranks.set_timeout(milliseconds(std::min(timeout, kToTell)));
+      throw Raised(std::move(raised));
+    }
+    return comparisons_of(kept);
   };
   const nb::gil_scoped_release release;
-  group::CollectiveCall ranks(group, milliseconds(timeout));
-  std::string total;
-  try {
-    group.begin(call, milliseconds(timeout));
-    total = group::agree_on(group, in_seconds(patience), own, [&](const auto& all) { return joint.sum_up(all); });
-  } catch (...) {
-    if (raised) std::rethrow_exception(raised);
-    throw;
-  }
-  joint.take(ranks, total);
+  group.begin(call, milliseconds(timeout));
+  ranks.compare(compared);
 }
 
 }  // namespace
@@ -229,16 +210,14 @@ void bind_group(nb::module_& m) {
       .def("all_gather", &all_gather, "mine"_a, "timeout"_a, "Every rank's bytes, by rank. Collective.")
       .def("decide", &decide, "mine"_a, "weigh"_a, "timeout"_a,
            "What weigh() makes, on one rank, of all ranks' bytes: (bytes for all, bytes for each rank, or none). "
-           "Returns "
-           "those for all, and those for this rank; both empty, and weigh() is not called, where no rank has any. "
-           "Collective.");
+           "Returns those for all, and those for this rank; both empty, and weigh() is not called, where no rank has "
+           "any. Collective.");
   m.def("await_answers", &await_answers, "seconds"_a,
         "Waits until torch's stores have answered what this process has asked, or so many seconds.");
   nb::class_<group::StoreGroup, Group, PyGroup>(m, "StoreGroup", "Ranks that meet in a store.")
       .def(nb::init<int, std::vector<int>, nb::object>(), "rank"_a, "ranks"_a, "serve"_a,
            "`ranks`, by their names in messages. `serve(next, answer, fail)` starts a thread that asks a store of "
-           "torch's "
-           "what next() returns, as (name, key, values), until that is None, and tells what came of it.")
+           "torch's what next() returns, as (name, key, values), until that is None, and tells what came of it.")
       .def_prop_rw("moves_blocks", &group::Ranks::moves_blocks,
                    [](group::StoreGroup& group, bool moves) { dynamic_cast<PyGroup&>(group).set_moves_blocks(moves); })
       .def_prop_ro("rounds", &group::StoreGroup::rounds, "How many this rank has come to.")
@@ -257,17 +236,13 @@ void bind_group(nb::module_& m) {
       "does with those, where there is anything to do. What words() raises on one rank, and sum_up(), all raise.")
       .def(nb::init<>());
   nb::class_<group::FromFirst, group::Comparison>(m, "FromFirst", "Takes to all ranks the bytes of rank 0.")
-      .def(
-          "__init__",
-          [](group::FromFirst* memory, const nb::bytes& own) { new (memory) group::FromFirst(text_of(own)); }, "own"_a)
+      .def(nb::new_([](const nb::bytes& own) { return std::make_unique<group::FromFirst>(text_of(own)); }), "own"_a)
       .def_prop_ro("value", [](const group::FromFirst& first) { return to_bytes(first.text); });
   nb::class_<group::EqualFacts, group::Comparison>(m, "EqualFacts", "Compares facts: (name, value, hint, set).")
-      .def(
-          "__init__",
-          [](group::EqualFacts* memory, const std::string& call, const nb::list& facts) {
-            new (memory) group::EqualFacts(call, facts_of(facts));
-          },
-          "call"_a, "facts"_a);
+      .def(nb::new_([](const std::string& call, const nb::list& facts) {
+             return std::make_unique<group::EqualFacts>(call, facts_of(facts));
+           }),
+           "call"_a, "facts"_a);
   m.def("solo", &solo, "A group of one rank, which never waits.");
   m.def("step", &step, "group"_a, "call"_a, "timeout"_a, "prepare"_a, "behind"_a = 0.0,
         "Compares on all ranks what prepare() returns on each, a list, in one round; or raises on all ranks if it "

@@ -184,7 +184,7 @@ class PyInterruption final : public group::Interruption {
 
   std::exception_ptr exception(const std::string& waited) override {
     const nb::gil_scoped_acquire gil;
-    if (!raised_.matches(PyExc_KeyboardInterrupt)) return std::make_exception_ptr(std::move(raised_));
+    if (waited.empty() || !raised_.matches(PyExc_KeyboardInterrupt)) return std::make_exception_ptr(std::move(raised_));
     PyErr_SetObject(PyExc_KeyboardInterrupt, to_text(waited).ptr());
     return std::make_exception_ptr(nb::python_error());
   }

@@ -69,7 +69,7 @@ class Failing final : public group::Ranks {
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     return alive().all_gather(mine, deadline);
   }
-  Answer decide(std::string_view own, const Decide& decide, Deadline deadline) override {
+  Met decide(std::string_view own, const Decide& decide, Deadline deadline) override {
     return alive().decide(own, decide, deadline);
   }
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override { alive().send(bytes, to, deadline); }

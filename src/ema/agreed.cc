@@ -12,7 +12,6 @@ namespace {
 using average::State;
 using group::Facts;
 using group::Receiver;
-using group::Sender;
 
 Facts facts_of(const State& state, const Facts& asked) {
   const average::Counters& counters = state.counters;
@@ -29,10 +28,8 @@ Facts facts_of(const State& state, const Facts& asked) {
 
 std::string EqualStates::words() {
   const State state = average::state_from_json(state_);
-  Sender out;
-  out.number(state.counters.held_non_finite);
-  out.text(facts_.emplace(call_, facts_of(state, asked_)).words());
-  return out.bytes();
+  facts_.emplace(call_, facts_of(state, asked_));
+  return group::numbers_and_text({state.counters.held_non_finite}, facts_->words());
 }
 
 std::string EqualStates::sum_up(const std::vector<std::string>& by_rank) const {
@@ -44,10 +41,7 @@ std::string EqualStates::sum_up(const std::vector<std::string>& by_rank) const {
     held += in.number();
     facts.push_back(in.text());
   }
-  Sender out;
-  out.number(held);
-  out.text(facts_->sum_up(facts));
-  return out.bytes();
+  return group::numbers_and_text({held}, facts_->sum_up(facts));
 }
 
 void EqualStates::take(group::CollectiveCall& call, const std::string& total) {

@@ -16,7 +16,7 @@ class CountedRounds : public Delegate {
     ++rounds;
     return group_.all_gather(mine, deadline);
   }
-  Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
+  Met decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
     ++rounds;
     return group_.decide(mine, decide, deadline);
   }

@@ -136,15 +136,18 @@ struct StagedSave::Plan {
 
 /// (2)
 void StagedSave::Plan::open() {
-  const std::string known = ranks.on_first([&] {
+  group::FromFirst known;
+  ranks.compare([&] {
+    if (ranks.rank() > 0) return group::Comparisons{&known};
     file::Sizes sizes;
     for (const FilePlan& file : layout->files()) sizes.emplace_back(file.name, file.size());
     staging = std::make_unique<Staging>(*target, std::move(sizes), call.several_hosts, patience());
     group::Sender out;
     for (const bool fact : {target->in_place, target->random_writes, target->renames}) out.number(fact ? 1 : 0);
-    return out.bytes();
+    known.text = out.bytes();
+    return group::Comparisons{&known};
   });
-  group::Receiver in(known);
+  group::Receiver in(known.text);
   for (bool* one : {&target->in_place, &target->random_writes, &target->renames}) *one = in.number() != 0;
   if (!target->renames && !target->list_name.empty()) layout->rename_files(target->nonce);
 }
@@ -190,9 +193,7 @@ void StagedSave::Plan::write_anywhere() {
     return part;
   });
   written = output.written();
-  const std::vector<group::Counts> counted = counts(output);
-  group::join_by_rounds(group(), counted, ranks.deadline());
-  commit([&] { group::join_by_blocks(group(), counted, patience()); },
+  commit([&] { group::join_on_first(group(), counts(output), patience()); },
          [&] {
            if (producer != nullptr && producer->check) producer->check();
            ranks.tell_progress();
@@ -214,7 +215,7 @@ void StagedSave::Plan::write_in_sequence() {
   Output& output = outputs.front();
   const auto join_and_check = [&] {
     agree(group(), ranks.deadline(), [&] {
-      group::join_by_blocks(group(), counts(output), patience());
+      group::join_on_first(group(), counts(output), patience());
       if (ranks.rank() == 0 && producer != nullptr && producer->check) producer->check();
     });
   };

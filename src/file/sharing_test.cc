@@ -164,7 +164,7 @@ TEST_F(Sharing, TellsWithinTheTimeoutWhoseStripesDoNotCome) {
 class LateRank : public Delegate {
  public:
   LateRank(Group& group, std::vector<milliseconds> by) : Delegate(group), by_(std::move(by)) {}
-  Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
+  Met decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
     if (rank() == 1 && next_ < by_.size()) std::this_thread::sleep_for(by_[next_++]);
     waited_ = base::now();
     return group_.decide(mine, decide, deadline);

@@ -174,19 +174,19 @@ TEST_F(Staged, AFailedWriteLeavesTheOldCheckpointAndIsOver) {
 
 TEST_F(Staged, TheCallerNamesWhatItsRoundsAreFor) {
   const SaveOptions options{.timeout = std::chrono::seconds(20)};
-  EXPECT_EQ(
-      on_ranks(2,
-               [&](Group& group) {
-                 Rows mine(group);
-                 std::string told;
-                 group.begin(group.rank() == 0 ? "autosave()" : "load()", options.timeout);
-                 EXPECT_EQ(code_of([&] { StagedSave(group, mine.views(), folder_ / "a.safetensors", options); }, &told),
+  EXPECT_EQ(on_ranks(2,
+                     [&](Group& group) {
+                       Rows mine(group);
+                       std::string told;
+                       group.begin(group.rank() == 0 ? "autosave()" : "load()", options.timeout);
+                       EXPECT_EQ(
+                           code_of([&] { StagedSave(group, mine.views(), folder_ / "a.safetensors", options); }, &told),
                            Code::kInvalidArgument);
-                 EXPECT_EQ(told,
-                           "rank 1 calls load(): decide() where rank 0 calls autosave(): decide(); every rank must "
-                           "make the same collective calls in the same order");
-               }),
-      all(2, kFine));
+                       EXPECT_EQ(told,
+                                 "rank 1 calls load() where rank 0 calls autosave(); every rank must "
+                                 "make the same collective calls in the same order");
+                     }),
+            all(2, kFine));
 }
 
 /// What SaveOptions::metadata says.

@@ -15,6 +15,7 @@
 #include "base/files.h"
 #include "base/turns.h"
 #include "group/ranks.h"
+#include "group/rounds.h"
 #include "group/wire.h"
 
 namespace shardow {
@@ -23,8 +24,7 @@ namespace {
 
 constexpr size_t kLongestMessage = 4096;  // a status is a fact, and travels to every rank
 constexpr int64_t kNothingThrown = -1;
-constexpr std::chrono::milliseconds kToTell{
-    1000};  // that a rank has at least, when its step is done, to tell the others
+constexpr std::chrono::seconds kToTell{1};  // a rank has them at least, when its step is done, to tell the others
 
 /// Cut between characters of UTF-8.
 std::string shortened(std::string message) {
@@ -43,35 +43,29 @@ bool is_about_others(Code code) {
 /// How the step went here.
 struct Outcome {
   std::string status;
-  std::exception_ptr thrown;
+  std::exception_ptr thrown = nullptr;
   bool about_others = false;
 };
 
-std::string failure(Code code, bool about_others, int error, const std::string& message) {
-  Sender out;
-  out.number(static_cast<int64_t>(code));
-  out.number(about_others ? 1 : 0);
-  out.number(error);
-  out.text(shortened(message));
-  return out.bytes();
+/// Of an exception that is being handled.
+Outcome failed(Code code, const std::string& message, bool about_others = false, int error = 0) {
+  const std::string status =
+      numbers_and_text({static_cast<int64_t>(code), about_others ? 1 : 0, error}, shortened(message));
+  return {status, std::current_exception(), about_others};
 }
 
 Outcome outcome_of(const std::function<std::string()>& fn) {
   try {
     const std::string words = base::in_our_words(fn);
-    if (words.empty()) return {};
-    Sender out;
-    out.number(kNothingThrown);
-    out.text(words);
-    return {out.bytes(), nullptr};
+    return {words.empty() ? "" : numbers_and_text({kNothingThrown}, words)};
+  } catch (const Interruption&) {
+    throw;
   } catch (const Error& error) {
-    const bool about_others = is_about_others(error.code());
-    return {failure(error.code(), about_others, error.os_errno(), error.what()), std::current_exception(),
-            about_others};
+    return failed(error.code(), error.what(), is_about_others(error.code()), error.os_errno());
   } catch (const std::exception& error) {
-    return {failure(Code::kPeerFailed, false, 0, error.what()), std::current_exception()};
+    return failed(Code::kPeerFailed, error.what());
   } catch (...) {
-    return {failure(Code::kPeerFailed, false, 0, "an exception that is no std::exception"), std::current_exception()};
+    return failed(Code::kPeerFailed, "an exception that is no std::exception");
   }
 }
 
@@ -82,25 +76,6 @@ struct Failed {
   int error;
   std::string message;
 };
-
-/// Reads what all ranks returned, and who threw.
-std::pair<std::vector<std::string>, std::vector<Failed>> read(const std::vector<std::string>& statuses) {
-  std::vector<std::string> returned;
-  std::vector<Failed> failed;
-  for (const std::string& status : statuses) {
-    Receiver in(status);
-    const int64_t code = status.empty() ? kNothingThrown : in.number();
-    if (code == kNothingThrown) {
-      returned.push_back(status.empty() ? std::string() : in.text());
-    } else {
-      const bool about_others = in.number() != 0;
-      const auto error = static_cast<int>(in.number());
-      failed.push_back(
-          {static_cast<int>(returned.size() + failed.size()), static_cast<Code>(code), about_others, error, in.text()});
-    }
-  }
-  return {std::move(returned), std::move(failed)};
-}
 
 /// The one whose error is everybody's.
 const Failed& first_of(const std::vector<Failed>& failed) {
@@ -120,46 +95,42 @@ std::string everybodys(const std::vector<Failed>& failed, size_t size) {
 }
 
 /// (1), (2)
-std::string verdict(const std::vector<std::string>& statuses, const SumUp& sum_up) {
-  const auto [returned, failed] = read(statuses);
-  Sender out;
-  if (failed.empty()) {
-    out.number(kNothingThrown);
-    out.text(sum_up(returned));
-    return out.bytes();
+std::string summed_up(const std::vector<std::string>& statuses, const SumUp& sum_up) {
+  std::vector<std::string> returned;
+  std::vector<Failed> failed;
+  for (const std::string& status : statuses) {
+    Receiver in(status);
+    const int64_t code = status.empty() ? kNothingThrown : in.number();
+    if (code == kNothingThrown) {
+      returned.push_back(status.empty() ? std::string() : in.text());
+    } else {
+      const auto rank = static_cast<int>(returned.size() + failed.size());
+      const bool about_others = in.number() != 0;
+      const auto error = static_cast<int>(in.number());
+      failed.push_back({rank, static_cast<Code>(code), about_others, error, in.text()});
+    }
   }
+  if (failed.empty()) return sum_up(returned);
   const Failed& first = first_of(failed);
-  out.number(static_cast<int64_t>(first.code));
-  out.number(first.rank);
-  out.number(first.error);
-  out.text(everybodys(failed, statuses.size()));
-  return out.bytes();
+  throw Error(first.code, everybodys(failed, statuses.size()), first.error);
 }
 
 }  // namespace
 
-std::string agree_on(Group& group, Deadline deadline, const std::function<std::string()>& fn, const SumUp& sum_up) {
-  const auto begin = base::now();
+std::string agree_on(Group& group, const std::function<Deadline()>& deadline, const std::function<std::string()>& fn,
+                     const SumUp& sum_up) {
+  const Deadline begun = base::now(), first = deadline();
   const Outcome mine = outcome_of(fn);
   // A rank whose step waited for another in vain does not wait a second time as long.
-  const Deadline to_tell = base::now() + std::min<Deadline::duration>(std::max(deadline - begin, {}), kToTell);
-  std::string said;
+  const Deadline to_tell = base::now() + std::min<Deadline::duration>(std::max(first - begun, {}), kToTell);
+  const Deadline until = std::max(mine.about_others ? first : deadline(), to_tell);
+  const auto decide = [&](const std::vector<std::string>& all) { return Ranks::Decision{summed_up(all, sum_up)}; };
   try {
-    const auto decide = [&](const std::vector<std::string>& all) { return Ranks::Decision{verdict(all, sum_up)}; };
-    said = ranks_of(group).decide(mine.status, decide, std::max(deadline, to_tell)).common;
+    return ranks_of(group).decide(mine.status, decide, until).common;
   } catch (...) {
-    if (mine.thrown && !mine.about_others)
-      std::rethrow_exception(mine.thrown);  // says more than that nobody could be told
+    if (mine.thrown && (!mine.about_others || group.size() == 1)) std::rethrow_exception(mine.thrown);  // (3)
     throw;
   }
-  if (said.empty()) return said;
-  Receiver in(said);
-  const int64_t code = in.number();
-  if (code == kNothingThrown) return in.text();
-  const bool is_first = in.number() == group.rank();
-  if (mine.thrown && (is_first || !mine.about_others)) std::rethrow_exception(mine.thrown);  // (3)
-  const auto error = static_cast<int>(in.number());
-  throw Error(static_cast<Code>(code), in.text(), error);
 }
 
 }  // namespace group
@@ -169,7 +140,8 @@ void agree(Group& group, Deadline deadline, const std::function<void()>& fn) {
     fn();
     return std::string();
   };
-  group::agree_on(group, deadline, step, [](const auto&) { return std::string(); });
+  group::agree_on(
+      group, [&] { return deadline; }, step, [](const auto&) { return std::string(); });
 }
 
 }  // namespace shardow

@@ -13,7 +13,8 @@ namespace shardow::group {
 using SumUp = std::function<std::string(const std::vector<std::string>&)>;
 
 /// agree(), with what `sum_up` makes of what `fn` returned on each rank, on one of them, for all; empty where all
-/// returned nothing. What it throws is thrown on all ranks.
-std::string agree_on(Group& group, Deadline deadline, const std::function<std::string()>& fn, const SumUp& sum_up);
+/// returned nothing. What it throws is thrown on all ranks. `deadline()` is asked before `fn` and after it.
+std::string agree_on(Group& group, const std::function<Deadline()>& deadline, const std::function<std::string()>& fn,
+                     const SumUp& sum_up);
 
 }  // namespace shardow::group

@@ -51,7 +51,8 @@ void Joint::take(CollectiveCall& call, const std::string& total) {
 }
 
 std::string CollectiveCall::step(const std::function<std::string()>& step, const SumUp& sum_up) const {
-  return agree_on(group_, deadline(), step, sum_up);
+  return agree_on(
+      group_, [this] { return deadline(); }, step, sum_up);
 }
 
 void CollectiveCall::compare(const Prepare& prepare) {
@@ -61,11 +62,6 @@ void CollectiveCall::compare(const Prepare& prepare) {
     return joint.words();
   };
   joint.take(*this, step(words, [&](const auto& by_rank) { return joint.sum_up(by_rank); }));
-}
-
-std::string CollectiveCall::on_first(const std::function<std::string()>& step) const {
-  return this->step([&] { return rank() == 0 ? step() : std::string(); },
-                    [](const auto& by_rank) { return by_rank.front(); });
 }
 
 void CollectiveCall::work(int64_t total_bytes, const std::function<Part()>& part, const Prepare& last) {
@@ -83,11 +79,7 @@ void CollectiveCall::work(int64_t total_bytes, const std::function<Part()>& part
     }
     here_done = made.last;
     tell_progress();
-    Sender out;
-    out.number(made.bytes);
-    out.number(made.last ? 1 : 0);
-    out.text(brought);
-    return out.bytes();
+    return numbers_and_text({made.bytes, made.last ? 1 : 0}, brought);
   };
   const auto sum_up = [&](const std::vector<std::string>& by_rank) {
     int64_t bytes = 0;
@@ -99,11 +91,7 @@ void CollectiveCall::work(int64_t total_bytes, const std::function<Part()>& part
       all_done = in.number() != 0 && all_done;
       all_brought.push_back(in.text());
     }
-    Sender out;
-    out.number(bytes);
-    out.number(all_done ? 1 : 0);
-    out.text(all_done ? joint.sum_up(all_brought) : std::string());
-    return out.bytes();
+    return numbers_and_text({bytes, all_done ? 1 : 0}, all_done ? joint.sum_up(all_brought) : std::string());
   };
   for (bool all_done = false; !all_done;) {
     const std::string all = step(part_words, sum_up);

@@ -1,4 +1,4 @@
-// One verb of all ranks, step by step: what it compares, what rank 0 does for all, work that is done part by part.
+// One verb of all ranks, step by step: what it compares, and work that is done part by part.
 #pragma once
 
 #include <chrono>
@@ -50,7 +50,7 @@ class Joint final : public Comparison {
 /// Takes to all ranks what rank 0 brings.
 class FromFirst final : public Comparison {
  public:
-  explicit FromFirst(std::string own) : text(std::move(own)) {}
+  explicit FromFirst(std::string own = {}) : text(std::move(own)) {}
 
   std::string words() override { return text; }
   std::string sum_up(const std::vector<std::string>& by_rank) const override { return by_rank.front(); }
@@ -74,7 +74,8 @@ class PartTime {
   std::chrono::steady_clock::time_point begin_ = base::now();
 };
 
-/// Each step is one round, has the whole timeout, and ends alike on all ranks, by agree()'s rule.
+/// Each step is one round and ends alike on all ranks, by agree()'s rule; a rank waits for the others' as long as the
+/// timeout from the end of its own.
 class CollectiveCall {
  public:
   using ProgressFn = std::function<void(int64_t done, int64_t total)>;
@@ -88,6 +89,7 @@ class CollectiveCall {
   int size() const noexcept { return group_.size(); }
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
   Deadline deadline() const { return base::after(timeout_); }  ///< of a step that begins now
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   void set_progress(ProgressFn progress) { progress_ = std::move(progress); }
 
   /// Returns what `sum_up` makes, on one rank, of what `step` returned on each; empty where all returned nothing.
@@ -95,9 +97,6 @@ class CollectiveCall {
 
   /// Compares what `prepare` returns, which looks at what this rank was given.
   void compare(const Prepare& prepare);
-
-  /// Returns what `step` returned on rank 0, which alone makes it.
-  std::string on_first(const std::function<std::string()>& step) const;
 
   /// Calls `part`, which takes about a second at most, until it is done on every rank; the timeout counts from one part
   /// to the next. Rank 0 calls the callback of progress in the step after the part, so that a callback that throws

@@ -16,11 +16,8 @@ struct Counts {
   Op op;
 };
 
-/// Joins the counts of all ranks on rank 0, where ranks send each other no blocks: a round of each. Collective.
-void join_by_rounds(Group& group, std::span<const Counts> counts, Deadline deadline);
-
-/// Joins them on rank 0 where ranks send each other blocks, along a tree: rank r hears from 2 r + 1 and 2 r + 2. Costs
-/// no round, and is called within a step that all ranks agree on, since a rank that gets no block throws.
-void join_by_blocks(Group& group, std::span<const Counts> counts, Deadline deadline);
+/// Joins the counts of all ranks on rank 0, along a tree: rank r hears from 2 r + 1 and 2 r + 2. To be called within a
+/// step that all ranks agree on, since a rank that does not hear from another throws.
+void join_on_first(Group& group, std::span<const Counts> counts, Deadline deadline);
 
 }  // namespace shardow::group

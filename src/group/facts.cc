@@ -14,9 +14,6 @@ namespace {
 
 using base::fail;
 
-constexpr size_t kShortFacts = 400;  // bytes of facts that travel: of words of that length rounds send equal ones once
-constexpr int64_t kDigests = -1;     // begins digests; facts begin with a length
-
 void add(Sender& out, const Fact& fact) {
   for (const std::string* text : {&fact.name, &fact.value, &fact.way_out, &fact.set}) out.text(*text);
 }
@@ -70,9 +67,6 @@ EqualFacts::EqualFacts(std::string call, const Facts& facts) : call_(std::move(c
     add(text, fact);
     sets[fact.set].push_back(&fact);
   }
-  text_ = text.bytes();
-  if (facts.empty() || (sets.size() == 1 && sets.contains("") && text_.size() <= kShortFacts)) return;
-  digests.number(kDigests);
   for (auto& [set, members] : sets) {
     std::stable_sort(members.begin(), members.end(), [](const Fact* a, const Fact* b) { return a->name < b->name; });
     std::string names = set;
@@ -84,23 +78,16 @@ EqualFacts::EqualFacts(std::string call, const Facts& facts) : call_(std::move(c
     digests.number(set.empty() ? 0 : static_cast<int64_t>(digest(names)));
     digests.number(static_cast<int64_t>(digest(all.bytes())));
   }
+  text_ = text.bytes();
   digests_ = digests.bytes();
 }
 
 std::string EqualFacts::sum_up(const std::vector<std::string>& by_rank) const {
-  constexpr const char* kDiffer = "!";
-  const auto is_digests = [](const std::string& words) {
-    return !words.empty() && Receiver(words).number() == kDigests;
-  };
-  if (std::none_of(by_rank.begin(), by_rank.end(), is_digests)) return check_equal(call_, by_rank), "";
   std::map<int64_t, int64_t> digests;
   for (const std::string& words : by_rank) {
-    if (words.empty()) continue;
-    if (!is_digests(words)) return kDiffer;
-    Receiver in(words);
-    for (in.number(); !in.done();) {
+    for (Receiver in(words); !in.done();) {
       const int64_t names = in.number(), values = in.number();
-      if (digests.try_emplace(names, values).first->second != values) return kDiffer;
+      if (digests.try_emplace(names, values).first->second != values) return "they differ";
     }
   }
   return "";

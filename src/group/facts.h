@@ -1,5 +1,5 @@
 // Compares within a round what ranks must have equal: facts, by name, and bytes that several ranks hold, by checksum.
-// Long lists travel as digests, and where those differ another round names what does.
+// They travel as digests, and where those differ another round names what does.
 #pragma once
 
 #include <string>
@@ -25,7 +25,7 @@ class EqualFacts final : public Comparison {
  public:
   EqualFacts(std::string call, const Facts& facts);
 
-  std::string words() override { return digests_.empty() ? text_ : digests_; }
+  std::string words() override { return digests_; }
   std::string sum_up(const std::vector<std::string>& by_rank) const override;
   void take(CollectiveCall& call, const std::string& total) override;  ///< a round where anything differs
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <numeric>
 #include <span>
 #include <utility>
@@ -21,7 +20,6 @@ namespace shardow {
 namespace {
 
 using base::fail;
-using group::Rounds;
 using group::StoreGroup;
 
 std::string_view text_of(std::span<const std::byte> bytes) {
@@ -38,46 +36,21 @@ std::vector<int> numbers(int size) {
   return ranks;
 }
 
-/// A group with a store for it alone, which may have the keys of several, one after the other. Moves blocks through it.
+/// A group with a store for it alone, which may have the keys of several, one after the other.
 class OwnStoreGroup final : public StoreGroup {
  public:
   OwnStoreGroup(std::unique_ptr<Store> store, const std::string& keys, int rank, int size)
-      : StoreGroup(std::move(store), {*store, keys + "all/", keys + "gone", numbers(size), static_cast<size_t>(rank)}),
-        keys_(keys) {}
+      : StoreGroup(std::move(store), {*store, keys + "all/", keys + "gone", numbers(size), static_cast<size_t>(rank)}) {
+  }
 
   ~OwnStoreGroup() override {
     try {
       group::Sender out;
       out.number(rank());
-      store().append(keys_ + "gone", out.bytes());
+      store().append(meeting().gone, out.bytes());
     } catch (...) {  // so is the store
     }
   }
-
-  void send(std::span<const std::byte> bytes, int to, Deadline deadline) override {
-    pass(rank(), to, bytes.size(), text_of(bytes), deadline);
-  }
-
-  void recv(std::span<std::byte> bytes, int from, Deadline deadline) override {
-    copy_into(bytes, pass(from, rank(), bytes.size(), {}, deadline).words.front());
-  }
-
- private:
-  /// A round of two ranks, which no other waits for.
-  Rounds::Met pass(int from, int to, size_t bytes, std::string_view own, Deadline deadline) {
-    const int peer = rank() == from ? to : from;
-    if (peer < 0 || peer >= size() || peer == rank())
-      fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank(), size(),
-           peer);
-    const std::string keys = fmt::format("{}{}>{}/", keys_, from, to);
-    const group::Meeting meeting{store(), keys, keys_ + "gone", {from, to}, rank() == from ? 0u : 1u};
-    return pairs_.try_emplace(keys, meeting)
-        .first->second.meet({fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to)}, own, nullptr,
-                            deadline);
-  }
-
-  const std::string keys_;
-  std::map<std::string, Rounds> pairs_;  // by their keys
 };
 
 }  // namespace
@@ -85,16 +58,15 @@ class OwnStoreGroup final : public StoreGroup {
 namespace group {
 
 void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout) {
-  call_ = {std::string(call), std::chrono::duration<double>(timeout).count()};
+  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), true};
 }
 
 std::vector<std::string> StoreGroup::all_gather(std::string_view own, Deadline deadline) {
   return rounds_.meet(next("all_gather()"), own, nullptr, deadline).words;
 }
 
-Ranks::Answer StoreGroup::decide(std::string_view own, const Decide& decide, Deadline deadline) {
-  Rounds::Met met = rounds_.meet(next("decide()"), own, &decide, deadline);
-  return {std::move(met.common), std::move(met.own)};
+Ranks::Met StoreGroup::decide(std::string_view own, const Decide& decide, Deadline deadline) {
+  return rounds_.meet(next(), own, &decide, deadline);
 }
 
 void StoreGroup::broadcast(std::span<std::byte> bytes, int root, Deadline deadline) {
@@ -105,16 +77,37 @@ void StoreGroup::broadcast(std::span<std::byte> bytes, int root, Deadline deadli
   if (rank() != root) copy_into(bytes, met.words[static_cast<size_t>(root)]);
 }
 
+void StoreGroup::send(std::span<const std::byte> bytes, int to, Deadline deadline) {
+  pass(rank(), to, bytes.size(), text_of(bytes), deadline);
+}
+
+void StoreGroup::recv(std::span<std::byte> bytes, int from, Deadline deadline) {
+  copy_into(bytes, pass(from, rank(), bytes.size(), {}, deadline).words.front());
+}
+
+/// A round of two ranks, which no other waits for.
+Ranks::Met StoreGroup::pass(int from, int to, size_t bytes, std::string_view own, Deadline deadline) {
+  const int peer = rank() == from ? to : from;
+  if (peer < 0 || peer >= size() || peer == rank())
+    fail(Code::kInvalidArgument, "rank {} of {} has no block for rank {}, and gets none from it", rank(), size(), peer);
+  Meeting pair = meeting_;
+  pair.keys += fmt::format("{}>{}/", from, to);
+  pair.ranks = {meeting_.ranks[static_cast<size_t>(from)], meeting_.ranks[static_cast<size_t>(to)]};
+  pair.index = rank() == from ? 0 : 1;
+  const std::string call = fmt::format("for {} bytes from rank {} to rank {}", bytes, from, to);
+  return pairs_.try_emplace(pair.keys, pair).first->second.meet({call}, own, nullptr, deadline);
+}
+
 void StoreGroup::refuse(const std::string& call) {
   rounds_.refuse({call});
 }
 
-/// Its name: the call that was begun, and what it does where messages name the call.
+/// The call that was begun, and what it does where messages name that; without one, the operation.
 Call StoreGroup::next(const std::string& operation) {
+  if (call_.name.empty()) return {operation.empty() ? "agree()" : operation, 0, true};
   Call call = call_;
-  if (names_call_) call.name = call_.name.empty() ? operation : fmt::format("{}: {}", call_.name, operation);
-  constexpr std::string_view kLater = "a later step of ";
-  if (!call_.name.empty() && !call_.name.starts_with(kLater)) call_.name.insert(0, kLater);
+  if (meeting_.names_call && !operation.empty()) call.name += ": " + operation;
+  if (std::exchange(call_.is_first, false)) call_.name.insert(0, "a later step of ");
   return call;
 }
 

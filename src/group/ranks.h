@@ -19,12 +19,13 @@ class Ranks : public Group {
     std::vector<std::string> each = {};  ///< by rank, or empty
   };
   using Decide = std::function<Decision(const std::vector<std::string>& by_rank)>;
-  struct Answer {
-    std::string common, own;
+  struct Met {
+    std::string common, own;              ///< of what was decided
+    std::vector<std::string> words = {};  ///< by rank, where nothing is decided
   };
 
   /// Returns what `decide` makes, on any rank, of all ranks' `own`, unless all are empty. All throw what it throws.
-  virtual Answer decide(std::string_view own, const Decide& decide, Deadline deadline) = 0;
+  virtual Met decide(std::string_view own, const Decide& decide, Deadline deadline) = 0;
 
   virtual void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) = 0;
 
@@ -32,7 +33,7 @@ class Ranks : public Group {
   virtual void send(std::span<const std::byte> bytes, int to, Deadline deadline) = 0;
   virtual void recv(std::span<std::byte> bytes, int from, Deadline deadline) = 0;
 
-  virtual bool moves_blocks() const noexcept { return true; }  ///< false: no send() and recv()
+  virtual bool moves_blocks() const noexcept { return true; }  ///< false: blocks go through a store, which is slow
 };
 
 inline Ranks& ranks_of(Group& group) {

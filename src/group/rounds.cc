@@ -43,13 +43,6 @@ enum Kind : int64_t {
   kDecided,  // by whom, whether there is an answer for each rank, whether the common one is apart; the common one
 };
 
-std::string numbers_and_text(std::initializer_list<int64_t> numbers, std::string_view text) {
-  Sender out;
-  for (const int64_t number : numbers) out.number(number);
-  out.text(text);
-  return out.bytes();
-}
-
 std::string failure(Code code, const std::string& message, int error = 0) {
   return numbers_and_text({kFailed, static_cast<int64_t>(code), error}, message);
 }
@@ -243,8 +236,14 @@ class Round {
     if (absent.empty()) return "";
     if (const std::string gone = gone_of(absent); !gone.empty()) return propose(number_, gone);
     const std::string when = call_.timeout > 0 ? fmt::format("within {:g} s", call_.timeout) : "before the deadline";
-    const std::string late = fmt::format("{}{} did not take part {}", prefix(), named(absent), when);
-    return propose(number_, failure(Code::kTimeout, late));
+    const std::string late = fmt::format("{} did not take part {}", named(absent), when);
+    const std::string message =
+        call_.is_first ? fmt::format(
+                             "{} is collective, every rank must call it: {}. Call it on all ranks (not under "
+                             "`if rank == 0`), or look for the rank that died",
+                             call_.name, late)
+                       : fmt::format("{}{}. Look for the rank that died or stands still", prefix(), late);
+    return propose(number_, failure(Code::kTimeout, message));
   }
 
   /// By their names; of a round that has no verdict.
@@ -395,16 +394,16 @@ Rounds::Met Rounds::meet(const Call& call, std::string_view own, const Ranks::De
     old_ = round.left();
     old_.insert(old_.end(), old.begin(), old.end());
   };
+  std::string verdict;
   try {
     meeting_.store.answer_by(beyond(deadline), call.timeout);
-    const std::string verdict = round.come(std::exchange(before_, std::nullopt), decide, deadline);
-    before_ = framed(verdict);
-    if (!is_good(verdict)) throw_failure(verdict);
-    before_ = std::nullopt;
-    Met met = round.end(verdict, old);
-    before_ = framed(verdict);
-    old_ = round.written();
-    return met;
+    verdict = round.come(std::exchange(before_, std::nullopt), decide, deadline);
+    if (is_good(verdict)) {
+      Met met = round.end(verdict, old);
+      before_ = framed(verdict);
+      old_ = round.written();
+      return met;
+    }
   } catch (Interruption& interruption) {
     std::optional<Met> met = round.interrupted(old);
     const bool goes_on = met && interruption.put_off();
@@ -412,10 +411,15 @@ Rounds::Met Rounds::meet(const Call& call, std::string_view own, const Ranks::De
     if (goes_on) return std::move(*met);
     if (met) refuse(call);
     std::rethrow_exception(interruption.exception(round.waited()));
+  } catch (const Error& error) {
+    leave(std::nullopt);
+    throw Error(error.code(), fmt::format("{}: {}", call.name, error.what()), error.os_errno());
   } catch (...) {
-    leave(std::exchange(before_, std::nullopt));
+    leave(std::nullopt);
     throw;
   }
+  leave(framed(verdict));
+  throw_failure(verdict);
 }
 
 void Rounds::refuse(const Call& call) {

@@ -42,7 +42,7 @@ struct Meeting {
   std::string keys, gone;  ///< what keys begin with, and the key of ranks that have left; empty: none says so
   std::vector<int> ranks;  ///< by whose order words are; for messages
   size_t index;
-  bool names_call = true;  ///< in messages on who did not come
+  bool names_call = true;  ///< in messages on who did not come to a later step: else whoever calls it does
 };
 
 /// Thrown by a Store in place of an answer: its caller was interrupted.
@@ -56,7 +56,8 @@ class Interruption {
 /// The call that a rank comes for: all must have the same name.
 struct Call {
   std::string name;
-  double timeout = 0;  ///< seconds, as messages say it; 0: they do not
+  double timeout = 0;     ///< seconds, as messages say it; 0: they do not
+  bool is_first = false;  ///< of the rounds of a call
 };
 
 /// One rank's end of the rounds of a meeting.
@@ -64,10 +65,7 @@ class Rounds {
  public:
   explicit Rounds(Meeting meeting) : meeting_(std::move(meeting)) {}
 
-  struct Met {
-    std::string common, own;         ///< of what was decided
-    std::vector<std::string> words;  ///< by rank, without `decide`: the words of all
-  };
+  using Met = Ranks::Met;
 
   /// The next round. `decide`, on one rank, of the words of all, unless they are empty. Throws on all ranks what it
   /// throws, kInvalidArgument where calls differ, kTimeout and kPeerFailed naming who did not come.

@@ -212,7 +212,7 @@ TEST(Rounds, WhoDiesAsItGivesTheVerdictIsReplacedSoon) {
   ranks.stores[1]->ends = 3;  // words are read then
   const std::jthread dies([&] {
     ranks.wait_for("r/0/lane/0");
-    EXPECT_EQ(caught([&] { ranks.rounds[1]->meet({"call"}, "b", &kJoin, far()); }).message, "no answer");
+    EXPECT_EQ(caught([&] { ranks.rounds[1]->meet({"call"}, "b", &kJoin, far()); }).message, "call: no answer");
   });
   EXPECT_EQ(ranks.rounds[0]->meet({"call"}, "a", &kJoin, far()).common, "a;b;");
   EXPECT_LT(base::now() - began, std::chrono::seconds(60)) << "and not at the deadline";
@@ -231,7 +231,7 @@ TEST(Rounds, WhoDiesAnywhereIsNamedOrReplaced) {
       zero = caught([&] { EXPECT_EQ(ranks.rounds[0]->meet({"call"}, "a", &kJoin, near()).common, "a;b;"); });
     }
     if (ranks.stores[1]->operations <= operation) break;
-    EXPECT_EQ(one.message, "no answer") << operation;
+    EXPECT_EQ(one.message, "call: no answer") << operation;
     (zero.thrown ? named : replaced) += 1;
     EXPECT_TRUE(!zero.thrown || zero.code == Code::kTimeout) << zero.message;
     const auto next = [&](size_t, Rounds& rounds) {  // a round that was good without rank 1 costs all the next one

@@ -164,7 +164,7 @@ TEST(StoreGroup, ARankThatIsWrongOrAStoreThatIsGoneIsAnError) {
   EXPECT_EQ(caught([&] { store_group(std::make_unique<ShelfStore>(shelf), -1, 2); }).code, Code::kInvalidArgument);
   Groups groups = over(shelf, 2);
   shelf->burnt = true;
-  EXPECT_EQ(caught([&] { groups[0]->all_gather("", near()); }).message, "the shelf is burnt");
+  EXPECT_EQ(caught([&] { groups[0]->all_gather("", near()); }).message, "all_gather(): the shelf is burnt");
 }
 
 }  // namespace

@@ -56,7 +56,9 @@ TEST(Threads, EveryMissingRankIsNamedAtTheDeadline) {
     if (group->rank() != 1) given_up.wait();
     const Caught got = caught([&] { group->all_gather("", group->rank() == 1 ? near() : far()); });
     EXPECT_EQ(got.code, Code::kTimeout);
-    EXPECT_EQ(got.message, "all_gather(): rank(s) [0, 2, 3] did not take part before the deadline");
+    EXPECT_EQ(got.message,
+              "all_gather() is collective, every rank must call it: rank(s) [0, 2, 3] did not take part before the "
+              "deadline. Call it on all ranks (not under `if rank == 0`), or look for the rank that died");
     if (group->rank() == 1) given_up.count_down();
   });
 }
@@ -120,8 +122,7 @@ TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
     for (const char* const later : {"", "a later step of "}) {
       const Caught got = caught([&] { agree(*group, far(), [] {}); });
       EXPECT_EQ(got.code, Code::kInvalidArgument);
-      EXPECT_EQ(got.message, fmt::format("rank 1 calls {0}load(): decide() where rank 0 calls {0}save(): decide(){1}",
-                                         later, kSame));
+      EXPECT_EQ(got.message, fmt::format("rank 1 calls {0}load() where rank 0 calls {0}save(){1}", later, kSame));
     }
     group->begin("save()", kTimeout);
     if (group->rank() == 2) {
@@ -131,9 +132,7 @@ TEST(Threads, RanksThatMeetInDifferentCallsAreToldSo) {
       agree(*group, far(), [] {});
     }
     const Caught got = caught([&] { agree(*group, far(), [] {}); });
-    EXPECT_EQ(
-        got.message,
-        fmt::format("rank 2 calls save(): decide() where rank 0 calls a later step of save(): decide(){}", kSame));
+    EXPECT_EQ(got.message, fmt::format("rank 2 calls save() where rank 0 calls a later step of save(){}", kSame));
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <string_view>
@@ -40,6 +41,13 @@ class Sender {
  private:
   std::string bytes_;
 };
+
+inline std::string numbers_and_text(std::initializer_list<int64_t> numbers, std::string_view text) {
+  Sender out;
+  for (const int64_t number : numbers) out.number(number);
+  out.text(text);
+  return out.bytes();
+}
 
 /// Throws kInternal where the bytes are not what a Sender wrote.
 class Receiver {

@@ -423,9 +423,8 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
   Sums sums(plan, load.asked->has(file::kVerify));
   Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
   ranks.work(total, [&] { return filling.part(); });
-  group::join_by_rounds(group, sums.counts(), ranks.deadline());
   agree(group, ranks.deadline(), [&] {
-    group::join_by_blocks(group, sums.counts(), base::after(options.timeout - options.timeout / 4));
+    group::join_on_first(group, sums.counts(), base::after(options.timeout - options.timeout / 4));
     if (group.rank() == 0) sums.check(read_once, "; what was loaded into holds such sums, and has lost its own values");
     ranks.tell_progress();
   });

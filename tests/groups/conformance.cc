@@ -35,7 +35,7 @@ void check_in_step(Ranks& group, Findings& found) {
 }
 
 void check_late(Ranks& group, Findings& found, const std::function<void(Deadline)>& call) {
-  if (group.size() < 2 || !group.moves_blocks()) return;
+  if (group.size() < 2) return;
   std::byte token{};
   const int late = group.size() - 1;
   if (group.rank() == late) {
@@ -100,7 +100,7 @@ void decide_tells_all_what_one_makes_of_everybodys_words(Ranks& group, Findings&
     all.reserve(static_cast<size_t>(group.size()));
     for (int r = 0; r < group.size(); ++r) all.push_back(words(r));
     const std::string mine = words(group.rank());
-    const Ranks::Answer answer = group.decide(mine, joined, far());
+    const Ranks::Met answer = group.decide(mine, joined, far());
     found.expect(answer.common == joined(all).common, "decide() gave '{}' to all", answer.common.substr(0, 100));
     found.expect(answer.own == "for " + mine, "decide() gave '{}' to rank {}", answer.own.substr(0, 100), group.rank());
   }
@@ -112,7 +112,7 @@ void decide_is_not_asked_where_nobody_has_a_word(Ranks& group, Findings& found) 
     asked = true;
     return Ranks::Decision{"asked"};
   };
-  const Ranks::Answer answer = group.decide("", ask, far());
+  const Ranks::Met answer = group.decide("", ask, far());
   found.expect(!asked && answer.common.empty() && answer.own.empty(), "decide() asked what nothing comes to");
 }
 
@@ -138,7 +138,6 @@ void broadcast_copies_from_any_root(Ranks& group, Findings& found) {
 }
 
 void blocks_arrive_in_order(Ranks& group, Findings& found) {
-  if (!group.moves_blocks()) return;
   for (int from = 0; from < group.size(); ++from) {
     for (int to = 0; to < group.size(); ++to) {
       if (from == to) continue;
@@ -155,7 +154,7 @@ void blocks_arrive_in_order(Ranks& group, Findings& found) {
 }
 
 void an_empty_block_is_a_block(Ranks& group, Findings&) {
-  if (group.size() < 2 || group.rank() > 1 || !group.moves_blocks()) return;
+  if (group.size() < 2 || group.rank() > 1) return;
   group.rank() == 0 ? group.send({}, 1, far()) : group.recv({}, 0, far());
 }
 
@@ -166,7 +165,6 @@ void refused(Findings& found, const char* what, int peer, const std::function<vo
 }
 
 void a_rank_has_no_block_for_itself_or_for_nobody(Ranks& group, Findings& found) {
-  if (!group.moves_blocks()) return;
   for (const int peer : {group.rank(), -1, group.size()}) {
     refused(found, "send() to", peer, [&] { group.send({}, peer, far()); });
     refused(found, "recv() from", peer, [&] { group.recv({}, peer, far()); });

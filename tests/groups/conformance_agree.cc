@@ -153,7 +153,7 @@ void agree_tells_after_the_deadline_and_what_was_returned(Ranks& group, Findings
   std::string expected;
   for (int r = 0; r < group.size(); ++r) expected += fmt::format("of {};", r);
   const std::string all =
-      agree_on(group, passed, late, [](const auto& told) { return fmt::format("{}", fmt::join(told, "")); });
+      agree_on(group, [&] { return passed; }, late, [](const auto& told) { return fmt::format("{}", fmt::join(told, "")); });
   found.expect(all == expected, "'{}' arrived, not '{}'", all, expected);
 }
 
@@ -203,7 +203,7 @@ class Counted final : public Ranks {
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     return counted(mine.size(), [&] { return group_.all_gather(mine, deadline); });
   }
-  Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
+  Met decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
     return counted(mine.size(), [&] { return group_.decide(mine, decide, deadline); });
   }
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
@@ -239,7 +239,7 @@ void agree_times_out_together(Ranks& group, Findings& found) {
 }
 
 void an_own_error_outlives_the_timeout_of_agree(Ranks& group, Findings& found) {
-  if (group.size() < 2 || !group.moves_blocks()) return;
+  if (group.size() < 2) return;
   std::byte token{};
   const int late = group.size() - 1;
   if (group.rank() == late) {

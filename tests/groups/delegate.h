@@ -20,7 +20,7 @@ class Delegate : public group::Ranks {
   std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
     return group_.all_gather(mine, deadline);
   }
-  Answer decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
+  Met decide(std::string_view mine, const Decide& decide, Deadline deadline) override {
     return group_.decide(mine, decide, deadline);
   }
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {

@@ -46,7 +46,7 @@ class SteppedGroup final : public group::Ranks {
     if (own_word) all.assign(all.size(), std::string(mine));
     return all;
   }
-  Answer decide(std::string_view own, const Decide& decide, Deadline deadline) override {
+  Met decide(std::string_view own, const Decide& decide, Deadline deadline) override {
     const std::vector<std::string> by_rank = all_gather(own, deadline);
     if (std::all_of(by_rank.begin(), by_rank.end(), [](const std::string& words) { return words.empty(); })) return {};
     Decision made = decide(by_rank);

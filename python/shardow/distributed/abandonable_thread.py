@@ -65,31 +65,23 @@ def wait_for(fn: Callable[[], T], seconds: float) -> T:
     if not in_time:
         jobs.put(None)
         raise Overdue
-    _done(jobs)
+    _idle.append(jobs) if len(_idle) < _MOST_IDLE else jobs.put(None)
     if failures:
         raise failures.pop()  # an exception and its traceback would keep each other alive
     return answers[0]
 
 
 def on_a_thread(fn: Callable[[], None]) -> None:
-    """fn() on a thread of its own, for which nobody waits."""
+    """fn() on a thread of its own, for which nobody waits, and which ends with it."""
     jobs = _free()
-
-    def run() -> None:
-        fn()
-        _done(jobs)
-
-    jobs.put(run)
-
-
-def _done(jobs: _Jobs) -> None:
-    _idle.append(jobs) if len(_idle) < _MOST_IDLE else jobs.put(None)
+    jobs.put(fn)
+    jobs.put(None)
 
 
 def keep_one() -> None:
     """Has a thread ready for waits at the interpreter's end."""
     if not _idle:
-        _done(_started())
+        _idle.append(_started())
 
 
 def _free() -> _Jobs:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import instance
-from shardow.distributed.store_group import ANSWER, MISSING, StoreGroup, store_group
+from shardow.distributed.store_group import ANSWER, StoreGroup, store_group
 from shardow.distributed.transfers import begun, broadcast, carrier, default_timeout, empty, finish
 
 T = TypeVar("T")
@@ -42,20 +42,19 @@ class RankGroup:
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         #: Seconds; no clock holds every number.
         self.timeout = min(timeout if timeout is not None else default_timeout(process_group), 10.0 * 365 * 86400)
-        self._whose = ""
+        self._joined: tuple[str, _core.FromFirst] | None = None
 
     @property
     def rounds(self) -> int:
         """In which this rank has met others; the same on every rank after each."""
-        return _rounds(self.group)
+        return self.group.rounds if isinstance(self.group, StoreGroup) else 0
 
-    def step(self, what: str, prepare: Callable[[], Step[T]], begun: bool = False, behind: float = 0.0) -> T:
+    def step(self, what: str, prepare: Callable[[], Step[T]], behind: float = 0.0) -> T:
         """Runs prepare() on every rank and returns its value, when all ranks have compared what their steps say.
 
         Raises on every rank if it raised on any, if a comparison fails, or if a rank is not there within the timeout,
         which begins when prepare() is done. A rank whose prepare() waited for others in vain waits no second time. One
-        round. ``begun``: the ranks have begun this call together, so that who is missing did not forget it. ``behind``:
-        seconds beyond the timeout for a rank that does wait.
+        round. ``behind``: seconds beyond the timeout for a rank that does wait.
         """
         prepared: list[Step[T]] = []
 
@@ -63,28 +62,34 @@ class RankGroup:
             prepared.append(prepare())
             return [*prepared[0].compared]
 
-        try:
-            _core.step(self.group, what + self._whose, self.timeout, compared, behind)
-        except TimeoutError as error:
-            if prepared and self.size > 1:
-                raise _told(what, error, begun) from None
-            raise
+        _core.step(self.group, what + self._whose, self.timeout, compared, behind)
         return prepared[0].value
 
-    def agree(self, what: str, fn: Callable[[], T], begun: bool = False, behind: float = 0.0) -> T:
+    def agree(self, what: str, fn: Callable[[], T], behind: float = 0.0) -> T:
         """Makes a step that compares nothing: fn() on every rank, or an error on all."""
-        return self.step(what, lambda: Step(fn()), begun, behind)
+        return self.step(what, lambda: Step(fn()), behind)
 
     def join(self, thing: str) -> Comparison:
-        """Returns a comparison after which calls are those of one such thing ("EMA"), with a number that no other of
-        these ranks has: calls of different ones don't meet."""
-        return _Joined(self, thing)
+        """Returns a comparison after which calls are those of one such thing ("EMA"), with a number that rank 0 gives
+        to no other: calls of different ones don't meet."""
+        number = 0
+        if isinstance(self.group, StoreGroup):
+            number = self.group.joined = self.group.joined + 1
+        self._joined = thing, _core.FromFirst(str(number).encode())
+        return self._joined[1]
+
+    @property
+    def _whose(self) -> str:
+        if self._joined is None:
+            return ""
+        thing, number = self._joined
+        return f" of {thing} {number.value.decode()}"
 
     def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
         same error at once."""
         seconds = self.timeout if patience is None else min(patience, self.timeout)
-        return self.met(what, lambda: self.group.all_gather(mine, seconds))
+        return self.verb(what, lambda: self.group.all_gather(mine, seconds))
 
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
@@ -98,11 +103,11 @@ class RankGroup:
     def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
         """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where no rank has any. What it
         raises is raised on all. Costs a rank the same however many there are."""
-        return self.met(what, lambda: self.group.decide(mine, lambda by_rank: (weigh(by_rank), ()), self.timeout)[0])
+        return self.verb(what, lambda: self.group.decide(mine, lambda by_rank: (weigh(by_rank), ()), self.timeout)[0])
 
     def decide_each(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """decide(), where ``weigh()`` makes bytes for each rank: this rank's."""
-        return self.met(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
+        return self.verb(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
 
     def broadcast(
         self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -119,26 +124,11 @@ class RankGroup:
             finish(work, self.timeout, otherwise)
         return moved.to(device)
 
-    def met(self, what: str, meet: Callable[[], T]) -> T:
-        """``meet()``, in which the ranks meet, as a round of ``what``. Collective."""
-        try:
-            self.group.begin(what + self._whose, self.timeout)
-            return meet()
-        except TimeoutError as error:
-            raise _told(what, error, True) from None
-
     def verb(self, what: str, run: Callable[[], T], group: _core.Group | None = None) -> T:
-        """``run()``, which does all rounds of ``what`` from its first on, with the ranks of ``group``, by default
-        its own. Collective."""
-        group = group or self.group
-        group.begin(what + self._whose, self.timeout)
-        before = _rounds(group)
-        try:
-            return run()
-        except TimeoutError as error:
-            if _rounds(group) > before + 1 or MISSING not in str(error):
-                raise
-            raise _told(what, error, False) from None
+        """Returns ``run()``, which makes the rounds of ``what``, with the ranks of ``group``, by default its own.
+        Collective."""
+        (group or self.group).begin(what + self._whose, self.timeout)
+        return run()
 
     def stopped(self, what: str) -> None:
         """This rank was interrupted before the first round of ``what``, in which the others wait for it: they learn of
@@ -164,10 +154,6 @@ class RankGroup:
         return None if found == _NOTHING else found
 
 
-def _rounds(group: _core.Group) -> int:
-    return group.rounds if isinstance(group, StoreGroup) else 0
-
-
 @contextlib.contextmanager
 def naming(call: str) -> Iterator[None]:
     """A rank that is missing or fails within the block is reported with the call."""
@@ -177,18 +163,6 @@ def naming(call: str) -> Iterator[None]:
         if not error.message.startswith(call):
             error.message = f"{call}: {error.message}"
         raise
-
-
-def _told(what: str, error: TimeoutError, begun: bool) -> Exception:
-    """That somebody did not come, with what to do about it; a store that does not answer is another matter."""
-    if MISSING not in str(error):
-        return errors.make("timeout", f"{what}: {error}")
-    way_out = (
-        "Look for the rank that died or stands still"
-        if begun
-        else "Call it on all ranks (not under `if rank == 0`), or look for the rank that died"
-    )
-    return errors.make("timeout", f"{what} is collective, every rank must call it: {error}. {way_out}")
 
 
 def equal_facts(what: str, facts: Mapping[str, Any], ranks: RankGroup) -> Comparison:
@@ -218,23 +192,3 @@ def listed(facts: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         else:
             each.append((fact, repr(value), "", ""))
     return each
-
-
-class _Joined(Comparison):
-    """The numbers of those who act on the same ranks; each rank knows of the last one."""
-
-    def __init__(self, ranks: RankGroup, thing: str) -> None:
-        super().__init__()
-        self._ranks, self._thing = ranks, thing
-
-    def words(self) -> bytes:
-        group = self._ranks.group
-        return (group.joined + 1).to_bytes(8, "big") if isinstance(group, StoreGroup) else b""
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return max(by_rank)
-
-    def take(self, total: bytes) -> None:
-        if isinstance(self._ranks.group, StoreGroup):
-            number = self._ranks.group.joined = int.from_bytes(total, "big")
-            self._ranks._whose = f" of {self._thing} {number}"

@@ -11,7 +11,6 @@ connection nobody else does; what the engine has left ends with the one question
 from __future__ import annotations
 
 import atexit
-import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -29,12 +28,12 @@ from shardow.distributed.abandonable_thread import on_a_thread
 from shardow.distributed.transfers import begun, broadcast, carrier, finish
 
 ANSWER = 5.0  # seconds that a store may take for a question that nobody has to come for
-MISSING = "did not take part"
 _PATIENT = timedelta(days=20)  # for the store itself: the engine waits by its own clock
 _LAST_WORDS = 0.5  # seconds to tell others that something is wrong
 _LAST_ANSWERS = 1.0  # seconds for a store to answer at the interpreter's end
 _FIRST_TAG = 64  # smaller ones are channels
-_NO_BLOCK = "a block between ranks"
+# A thread that comes back from torch when the interpreter has ended would abort the process.
+atexit.register(_core.await_answers, _LAST_ANSWERS)
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, StoreGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -65,9 +64,8 @@ class StoreGroup(_core.StoreGroup):
             on_a_thread(lambda: _serve(connect, *engine))
 
         super().__init__(rank, ranks, served)
-        _await_answers_at_exit()
         self.ranks = ranks
-        self.joined = 0  # the highest number of those who act on these ranks; see RankGroup.join()
+        self.joined = 0  # rank 0's: how many have acted on these ranks; see RankGroup.join()
         self.moves_blocks = False
         self._process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
 
@@ -114,14 +112,8 @@ class StoreGroup(_core.StoreGroup):
         return _FIRST_TAG + self.rounds
 
     def _move(self, begin: Callable[[], dist.Work | None], seconds: float) -> None:
-        otherwise = f"{_NO_BLOCK} {self.ranks} did not arrive"
+        otherwise = f"a block between ranks {self.ranks} did not arrive"
         finish(begun(begin, otherwise), seconds, otherwise)
-
-
-@functools.cache
-def _await_answers_at_exit() -> None:
-    """A thread that comes back from torch when the interpreter has ended would abort the process."""
-    atexit.register(_core.await_answers, _LAST_ANSWERS)
 
 
 def _connection() -> Any:

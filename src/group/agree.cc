@@ -47,7 +47,7 @@ struct Outcome {
   bool about_others = false;
 };
 
-/// Of an exception that is being handled.
+/// Makes the outcome of an exception that is being handled.
 Outcome failed(Code code, const std::string& message, bool about_others = false, int error = 0) {
   const std::string status =
       numbers_and_text({static_cast<int64_t>(code), about_others ? 1 : 0, error}, shortened(message));
@@ -120,15 +120,15 @@ std::string summed_up(const std::vector<std::string>& statuses, const SumUp& sum
 std::string agree_on(Group& group, const std::function<Deadline()>& deadline, const std::function<std::string()>& fn,
                      const SumUp& sum_up) {
   const Deadline begun = base::now(), first = deadline();
-  const Outcome mine = outcome_of(fn);
+  const Outcome own = outcome_of(fn);
   // A rank whose step waited for another in vain does not wait a second time as long.
   const Deadline to_tell = base::now() + std::min<Deadline::duration>(std::max(first - begun, {}), kToTell);
-  const Deadline until = std::max(mine.about_others ? first : deadline(), to_tell);
+  const Deadline until = std::max(own.about_others ? first : deadline(), to_tell);
   const auto decide = [&](const std::vector<std::string>& all) { return Ranks::Decision{summed_up(all, sum_up)}; };
   try {
-    return ranks_of(group).decide(mine.status, decide, until).common;
+    return ranks_of(group).decide(own.status, decide, until).common;
   } catch (...) {
-    if (mine.thrown && (!mine.about_others || group.size() == 1)) std::rethrow_exception(mine.thrown);  // (3)
+    if (own.thrown && (!own.about_others || group.size() == 1)) std::rethrow_exception(own.thrown);  // (3)
     throw;
   }
 }

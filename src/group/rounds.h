@@ -42,7 +42,7 @@ struct Meeting {
   std::string keys, gone;  ///< what keys begin with, and the key of ranks that have left; empty: none says so
   std::vector<int> ranks;  ///< by whose order words are; for messages
   size_t index;
-  bool names_call = true;  ///< in messages on who did not come to a later step: else whoever calls it does
+  bool names_call = true;  ///< in messages on who did not come to a later step: else the caller names it
 };
 
 /// Thrown by a Store in place of an answer: its caller was interrupted.

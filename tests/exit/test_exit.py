@@ -47,14 +47,14 @@ def run(kind: str, ranks: int, folder: Path, program: Path = PROGRAM, **variable
     ]
     ended = []
     for process in started:
-        _, said = process.communicate(timeout=120)
-        ended.append((process.returncode, without_name_lookups(said)))
+        _, printed = process.communicate(timeout=120)
+        ended.append((process.returncode, without_name_lookups(printed)))
     return ended
 
 
-def without_name_lookups(said: str) -> str:
+def without_name_lookups(printed: str) -> str:
     """Drops torch's warning that the machine's name server has no name for an address: any program may get it."""
-    lines = said.splitlines(keepends=True)
+    lines = printed.splitlines(keepends=True)
     return "".join(line for line in lines if "[c10d] The hostname of the client socket cannot be retrieved" not in line)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,16 @@ def late(ema: shardow.EMA) -> Iterator[None]:
         )
         yield
     hooks.hold_updates(False)
+
+
+def hold_updates_a_while() -> threading.Timer:
+    """Updates in the background begin when the timer ends: after a forward that does not wait for them."""
+    from shardow._core import hooks  # type: ignore[attr-defined]
+
+    hooks.hold_updates(True)
+    timer = threading.Timer(0.1, hooks.hold_updates, [False])
+    timer.start()
+    return timer
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 import trainings
 from core_modules import FAKE_AND_HOOKS
 from fake_device import Device, on_device
-from offloading import Training, late, made, weights_of
+from offloading import Training, hold_updates_a_while, late, made, weights_of
 from torch import nn
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_memory_that_is_read_stays() -> None:
 
 
 @pytest.mark.parametrize("attached", [True, False])
-@on_device
+@FAKE_AND_HOOKS.alone
 def test_buffers_are_read_before_the_next_forward_writes_them(attached: bool) -> None:
     import shardow
 
@@ -175,12 +175,15 @@ def test_buffers_are_read_before_the_next_forward_writes_them(attached: bool) ->
         models = [nn.Sequential(nn.Linear(40, 41), nn.BatchNorm1d(41)) for _ in range(2)]
         models[1].load_state_dict(models[0].state_dict())
         device.hold(models[0])
-        emas = []
+        emas, timer = [], None
         for model, options in zip(models, ({"device": "cpu"}, {}), strict=True):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             ema = shardow.EMA(model, 0.5, buffers="average", optimizer=optimizer if attached else None, **options)  # type: ignore[arg-type]
             for number in range(4):
                 model(torch.arange(80.0).view(2, 40).sin() * number).square().mean().backward()
+                if timer is not None:
+                    timer.join()
+                timer = hold_updates_a_while()
                 optimizer.step()
                 if not attached:
                     ema.update()

@@ -137,8 +137,8 @@ std::string unpacked(std::string_view bytes) {
   return out;
 }
 
-std::string pack(const std::vector<Kind>& kinds, const std::string& name) {
-  std::string out = name;
+std::string pack(const std::vector<Kind>& kinds) {
+  std::string out;
   put(out, kinds.size());
   for (const Kind& kind : kinds) {
     put(out, kind.ranks.size());
@@ -158,7 +158,7 @@ std::string pack(const std::vector<Kind>& kinds, const std::string& name) {
 
 std::vector<Kind> unpack(const std::string& said) {
   const std::string bytes = unpacked(said);
-  NumberReader in(std::string_view(bytes).substr(digest("").size()));
+  NumberReader in(bytes);
   std::vector<Kind> kinds(in.next());
   for (Kind& kind : kinds) {
     kind.ranks.resize(in.next());

@@ -15,9 +15,9 @@ struct Kind {
   std::string list;                               // empty: none of them told it
 };
 
-/// All kinds in one text (of one alone without its list, which all have), with the digest of what ranks told, which is
-/// `name`. unpack() throws kInternal for what is none.
-std::string pack(const std::vector<Kind>& kinds, const std::string& name);
+/// Returns all kinds in one text, of one alone without its list, which all have. unpack() throws kInternal for what is
+/// none.
+std::string pack(const std::vector<Kind>& kinds);
 std::vector<Kind> unpack(const std::string& said);
 
 /// Compressed.

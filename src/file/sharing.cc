@@ -187,9 +187,7 @@ std::string SharedTensors::sum_up(const std::vector<std::string>& by_rank) const
       kind.regions[of_class].push_back(in.text());
     }
   }
-  std::string digests;
-  for (const std::string& words : by_rank) digests += digest(words);
-  return pack(kinds, digest(digests));
+  return pack(kinds);
 }
 
 /// (3): the lists by kind.

@@ -12,8 +12,8 @@
 namespace shardow::file {
 
 /// A rank's own tensors, for the others: a digest of names, dtypes, shapes and of which tensors lie alike, and one
-/// region for all that do. On one rank: who has the same list, and the regions of each of those; a new name for all of
-/// it. Throws kInvalidArgument on every rank where ranks differ in a tensor's dtype or shape, or one has a name twice.
+/// region for all that do. On one rank: who has the same list, and the regions of each of those. Throws
+/// kInvalidArgument on every rank where ranks differ in a tensor's dtype or shape, or one has a name twice.
 class SharedTensors final : public group::Comparison {
  public:
   SharedTensors(std::span<const TensorView> views, int rank);

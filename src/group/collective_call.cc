@@ -1,6 +1,5 @@
 #include "group/collective_call.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,8 +13,7 @@ namespace {
 std::string packed(const std::vector<std::string>& texts) {
   Sender out;
   for (const std::string& text : texts) out.text(text);
-  const bool any = std::any_of(texts.begin(), texts.end(), [](const auto& text) { return !text.empty(); });
-  return any ? out.bytes() : std::string();
+  return out.bytes().size() > texts.size() * sizeof(int64_t) ? out.bytes() : std::string();
 }
 
 /// `count` texts; those that are not there are empty.

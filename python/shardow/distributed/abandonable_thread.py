@@ -10,24 +10,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
 
 from shardow.base.signals import waited
-
-T = TypeVar("T")
-
-
-class Overdue(Exception):
-    """What was waited for has not ended; it goes on where nobody looks."""
-
-
-class Left(BaseException):
-    """A signal's handler raised ``cause`` where fn() was waited for."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__(cause)
-        self.cause = cause
-
 
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]  # of one thread, which ends at None
 _MOST_IDLE = 4
@@ -41,34 +25,29 @@ def beyond(seconds: float) -> float:
     return 1.05 * seconds + 0.8
 
 
-def wait_for(fn: Callable[[], T], seconds: float) -> T:
-    """fn() on a thread of its own. Raises Overdue after ``seconds``, or Left at a signal, and leaves fn() to itself
-    then.
+def failure_of(fn: Callable[[], object], seconds: float) -> BaseException | None:
+    """Runs fn() on a thread of its own, and returns what it raised; TimeoutError where it has not ended after
+    ``seconds``. Leaves fn() to itself then, or where a signal's handler raises, which is raised here.
     """
-    answers: list[T] = []
     failures: list[BaseException] = []
     ended, jobs = threading.Event(), _free()
 
     def run() -> None:
         try:
-            answers.append(fn())
+            fn()
         except BaseException as error:
             failures.append(error)
         ended.set()
 
     jobs.put(run)
+    in_time = False
     try:
         in_time = waited(ended, min(max(seconds, 0.0), threading.TIMEOUT_MAX))
-    except BaseException as error:
-        jobs.put(None)
-        raise Left(error) from None
+    finally:
+        _idle.append(jobs) if in_time and len(_idle) < _MOST_IDLE else jobs.put(None)
     if not in_time:
-        jobs.put(None)
-        raise Overdue
-    _idle.append(jobs) if len(_idle) < _MOST_IDLE else jobs.put(None)
-    if failures:
-        raise failures.pop()  # an exception and its traceback would keep each other alive
-    return answers[0]
+        return TimeoutError("timed out")
+    return failures.pop() if failures else None
 
 
 def on_a_thread(fn: Callable[[], None]) -> None:

@@ -53,8 +53,13 @@ class Gatherer:
                 yield part.name, self._receive(i)
             else:
                 if self._sends[i]:
-                    for block in part.flat.split(_elements(part.flat.itemsize)):
-                        self._move(dist.isend, block.contiguous().to(self._carrier(block)), 0, group_dst=0)
+                    for block in part.flat.split(_BLOCK // part.flat.itemsize):
+                        self._move(
+                            dist.isend,
+                            block.contiguous().to(carrier(self._ranks.process_group, block.device)),
+                            0,
+                            group_dst=0,
+                        )
                 yield part.name, None
 
     def everywhere(self, device_of: Callable[[str], torch.device]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,9 +92,6 @@ class Gatherer:
         otherwise = f"a block between rank {self._ranks.rank} and rank {peer} did not arrive"
         finish(begun(lambda: how(block, group=group, **options), otherwise), timeout, otherwise)
 
-    def _carrier(self, tensor: torch.Tensor) -> torch.device:
-        return carrier(self._ranks.process_group, tensor.device)
-
     def _receive(self, i: int) -> torch.Tensor:
         part = self._parts[i]
         full = empty(part.region.shape, part.flat.dtype)
@@ -98,11 +100,11 @@ class Gatherer:
             if rank == 0:
                 place(part.flat.cpu(), region, full)
                 continue
-            each = _elements(full.itemsize)
-            for window in (
-                region.window(begin, min(begin + each, region.size)) for begin in range(0, region.size, each)
-            ):
-                block = empty([window.size], part.flat.dtype, self._carrier(part.flat))
+            each = _BLOCK // full.itemsize
+            for begin in range(0, region.size, each):
+                window = region.window(begin, min(begin + each, region.size))
+                there = carrier(self._ranks.process_group, part.flat.device)
+                block = empty([window.size], part.flat.dtype, there)
                 self._move(dist.irecv, block, rank, group_src=rank)
                 place(block.cpu(), window, full)
         return full
@@ -122,11 +124,6 @@ def _pick(i: int, name: str, gathered: Sequence[Sequence[tuple[str, bytes]]]) ->
         held = sum(region.size for region in regions)
         raise invalid(f"'{name}' of shape {regions[0].shape}: ranks' regions overlap or leave holes ({held} elements)")
     return [(rank, region) for region, rank in picked.items()]
-
-
-def _elements(itemsize: int) -> int:
-    """Of one message."""
-    return max(_BLOCK // itemsize, 1)
 
 
 def place(flat: torch.Tensor, region: _core.Region, full: torch.Tensor) -> None:

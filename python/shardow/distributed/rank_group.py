@@ -4,6 +4,7 @@ missing. And what ranks compare in a step: each rank's words, and on one rank wh
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -85,11 +86,10 @@ class RankGroup:
         thing, number = self._joined
         return f" of {thing} {number.value.decode()}"
 
-    def gather(self, what: str, mine: bytes, patience: float | None = None) -> list[bytes]:
+    def gather(self, what: str, mine: bytes, patience: float = math.inf) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
         same error at once."""
-        seconds = self.timeout if patience is None else min(patience, self.timeout)
-        return self.verb(what, lambda: self.group.all_gather(mine, seconds))
+        return self.verb(what, lambda: self.group.all_gather(mine, min(patience, self.timeout)))
 
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""

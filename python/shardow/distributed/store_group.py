@@ -67,7 +67,7 @@ class StoreGroup(_core.StoreGroup):
         self.ranks = ranks
         self.joined = 0  # rank 0's: how many have acted on these ranks; see RankGroup.join()
         self.moves_blocks = False
-        self._process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self._process_group: Callable[[], Any] = lambda: None
 
     def move_blocks_by(self, process_group: dist.ProcessGroup, tag: int) -> None:
         """Where it moves tensors of the CPU."""
@@ -91,9 +91,7 @@ class StoreGroup(_core.StoreGroup):
         # Finds a rank that is late where it does no harm to the process group.
         self.all_gather(b"", seconds)
         left = max(until - time.monotonic(), _LAST_WORDS)
-        group = self._process_group()
-        assert group is not None
-        self._move(lambda: broadcast(_tensor(data), root, group, left), left)
+        self._move(lambda: broadcast(_tensor(data), root, self._process_group(), left), left)
 
     def send(self, data: memoryview, to: int, seconds: float) -> None:
         self._pass(dist.isend, data, seconds, group_dst=to)

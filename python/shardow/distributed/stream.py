@@ -53,6 +53,7 @@ class Fill:
     want: Want
 
 
+Tensors = Mapping[str, torch.Tensor]
 Message = list[_core.MessagePiece]
 
 
@@ -112,7 +113,7 @@ class _Recent:
 
     _MOST = 64 << 20
 
-    def __init__(self, source: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, source: Tensors) -> None:
         self._source = source
         self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._bytes = 0
@@ -132,13 +133,7 @@ class _Recent:
 class Server(_Side):
     """Rank 0."""
 
-    def run(
-        self,
-        source: Mapping[str, torch.Tensor],
-        own: Sequence[Fill],
-        wants: Sequence[Sequence[Want]],
-        progress: Progress | None,
-    ) -> None:
+    def run(self, source: Tensors, own: Sequence[Fill], wants: list[list[Want]], progress: Progress | None) -> None:
         """Fills ``own``, and sends the others what they want. ``wants``: by rank."""
         self._lost: set[int] = set()
         self._heard = [time.monotonic()] * self._ranks.size  # the last sign of each rank
@@ -153,7 +148,8 @@ class Server(_Side):
                     if rank:
                         self._send_message(recent, message, wants[rank], rank)
                     elif self.failed is None:
-                        _copy(recent, message, own)
+                        for piece in message:
+                            take(recent[own[piece.want].want.key], piece.region, _target(piece, own))
                     done += sum(piece.bytes for piece in message)
                     if progress is not None and self.failed is None:
                         progress(done, total)
@@ -225,11 +221,6 @@ def _filled(source: _Recent, message: Message, wants: Sequence[Want]) -> torch.T
         want = wants[piece.want]
         take(source[want.key], piece.region, _inside(packed, piece, want.dtype))
     return packed
-
-
-def _copy(source: _Recent, message: Message, own: Sequence[Fill]) -> None:
-    for piece in message:
-        take(source[own[piece.want].want.key], piece.region, _target(piece, own))
 
 
 def _in_place(message: Message, own: Sequence[Fill], device: torch.device) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from shardow import errors
-from shardow.distributed.abandonable_thread import Left, Overdue, beyond, wait_for
+from shardow.distributed.abandonable_thread import beyond, failure_of
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -55,19 +55,17 @@ def finish(work: dist.Work | None, seconds: float, otherwise: str, timeout: floa
     """Waits for a transfer, until a signal at most; its failure is a typed error that begins with ``otherwise``. Past
     its deadline gloo closes the connection of the two ranks, for good. ``timeout``: what was asked for, of which
     ``seconds`` are left."""
+    if work is None:
+        return
     seconds = max(seconds, 0.001)
-    try:
-        if work is not None:
-            wait_for(lambda: work.wait(timedelta(seconds=seconds)), beyond(seconds))
-    except Overdue:
-        raise errors.make("timeout", f"{otherwise} within {timeout or seconds:g} s") from None
-    except Left as interrupt:
-        raise interrupt.cause from None
-    except RuntimeError as error:
-        raise _lost(error, otherwise, timeout or seconds) from None
+    failed = failure_of(lambda: work.wait(timedelta(seconds=seconds)), beyond(seconds))
+    if isinstance(failed, (RuntimeError, TimeoutError)):
+        raise _lost(failed, otherwise, timeout or seconds)
+    if failed is not None:
+        raise failed
 
 
-def _lost(error: RuntimeError, otherwise: str, timeout: float | None = None) -> Exception:
+def _lost(error: Exception, otherwise: str, timeout: float | None = None) -> Exception:
     if timeout is not None and "imed out" in str(error):
         return errors.make("timeout", f"{otherwise} within {timeout:g} s")
     return errors.make("peer_failed", f"{otherwise}: {error}")

@@ -159,11 +159,9 @@ def test_ctrl_c_ends_the_wait_for_a_block() -> None:
 def test_what_is_left_behind_is_in_nobodys_way() -> None:
     ending = threading.Event()
     for _ in range(6):
-        with pytest.raises(abandonable_thread.Overdue):
-            abandonable_thread.wait_for(ending.wait, 0.01)
-    assert abandonable_thread.wait_for(lambda: 5, 60) == 5
-    with pytest.raises(KeyError, match="'a'"):
-        abandonable_thread.wait_for(lambda: {}["a"], 60)
+        assert isinstance(abandonable_thread.failure_of(ending.wait, 0.01), TimeoutError)
+    assert abandonable_thread.failure_of(lambda: 5, 60) is None
+    assert isinstance(abandonable_thread.failure_of(lambda: {}["a"], 60), KeyError)
     ending.set()
 
 
@@ -263,10 +261,10 @@ def test_rank_that_is_gone_is_reported_with_the_call(verb: str, says: str, tmp_p
 
 
 def test_child_of_fork_waits_with_threads_of_its_own() -> None:
-    assert abandonable_thread.wait_for(lambda: 1, 5.0) == 1  # its thread stays for the next wait
+    assert abandonable_thread.failure_of(lambda: 1, 5.0) is None  # its thread stays for the next wait
     if (child := os.fork()) == 0:
         try:
-            os._exit(0 if abandonable_thread.wait_for(lambda: 2, 5.0) == 2 else 1)
+            os._exit(0 if abandonable_thread.failure_of(lambda: 2, 5.0) is None else 1)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0

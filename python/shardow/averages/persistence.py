@@ -275,7 +275,7 @@ class _FileLoad(engine.Load):
     def find(self) -> tuple[str, list[str], bytes]:
         return self._where, self.taking.loading.names_at(self._where), b""
 
-    def choose(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         return [(parts, self._strict) for parts in self.taking.choose(files, self._where)]
 
     def begin(self, _: list[Report]) -> None:

@@ -23,17 +23,15 @@ from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import dtype_of
 from shardow.model.fsdp1 import FlatTensor
 from shardow.model.local import LocalTensor
-from shardow.model.parts import flat_of
 from shardow.model.view import ModelView
 
 
 class Wanted:
-    """Memory for a file's tensors: ``parts`` are to be read, then put_back() fills what the engine could not reach."""
+    """Memory for a file's tensors: ``parts`` are to be read."""
 
-    def __init__(self, file: _core.Checkpoint | None, where: str) -> None:
+    def __init__(self, file: _core.Checkpoint, where: str) -> None:
         self.parts: list[Part] = []
-        self._there, self._where = file.tensors if file is not None else {}, where
-        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._there, self._where = file.tensors, where
 
     def form(self, name: str) -> tuple[list[int], torch.dtype]:
         if name not in self._there:
@@ -42,7 +40,7 @@ class Wanted:
         return list(shape), dtype_of(name, dtype)
 
     def read(self, name: str, memory: torch.Tensor, region: _core.Region) -> None:
-        self.parts.append(Part(name, flat_of(memory, self._copied), region))
+        self.parts.append(Part(name, memory.view(-1), region))
 
     def whole(self, mark: Tree) -> torch.Tensor:
         """As plain.decode() asks."""
@@ -52,10 +50,6 @@ class Wanted:
         tensor = empty(shape, dtype)
         self.read(mark["$tensor"], tensor, _core.Region.whole(shape))
         return tensor
-
-    def put_back(self) -> None:
-        for target, filled in self._copied:
-            target.copy_(filled.view(target.shape))
 
 
 @dataclass
@@ -91,14 +85,12 @@ class _State:
         return tensor
 
     def _memory(self, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        there = self.before.get(key)
-        there = there._local_tensor if isinstance(there, DTensor) else there
-        if isinstance(there, torch.Tensor) and (there.shape, there.dtype, there.device) == (
-            like.shape,
-            dtype,
-            like.device,
-        ):
-            return there.detach()
+        """Returns what there is where it will do, else new memory."""
+        before = self.before.get(key)
+        before = before._local_tensor if isinstance(before, DTensor) else before
+        form = (like.shape, dtype, like.device)
+        if isinstance(before, torch.Tensor) and (before.shape, before.dtype, before.device) == form:
+            return before.detach().contiguous()
         return empty(like.shape, dtype, like.device).zero_()  # with what is padding of a flat parameter
 
 
@@ -108,7 +100,7 @@ class Resumed:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, view: ModelView, tree: Tree, file: _core.Checkpoint | None, prefix: str
+        self, optimizer: torch.optim.Optimizer, view: ModelView, tree: Tree, file: _core.Checkpoint, prefix: str
     ) -> None:
         self.wanted = Wanted(file, prefix.rstrip("."))
         self._optimizer = optimizer
@@ -144,7 +136,6 @@ class Resumed:
 
     def put(self) -> None:
         """Local."""
-        self.wanted.put_back()
         groups: list[Tree] = []
         at = 0
         for options, own in zip(self._groups, self._optimizer.param_groups, strict=True):

@@ -220,6 +220,24 @@ def listed(facts: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     return each
 
 
+class Combined(Comparison):
+    """Makes one text of those of all ranks: ``join()`` does, on one rank, and what it raises is raised on all. Each has
+    it as ``total`` when the step is done."""
+
+    def __init__(self, own: bytes, join: Callable[[list[bytes]], bytes]) -> None:
+        super().__init__()
+        self.total, self._join = own, join
+
+    def words(self) -> bytes:
+        return self.total
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return self._join(by_rank)
+
+    def take(self, total: bytes) -> None:
+        self.total = total
+
+
 class _Joined(Comparison):
     """The numbers of those who act on the same ranks; each rank knows of the last one."""
 

@@ -212,45 +212,35 @@ class Load(ABC):
         """(path, names of files there or none where the path is the checkpoint, words for all ranks), on rank 0."""
 
     @abstractmethod
-    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> Sequence[tuple[Sequence[Part], bool]]:
+    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> Sequence[tuple[Sequence[Part], bool]]:
         """Returns what this rank wants of each file, and whether that must be all. Called again where the files were
         replaced meanwhile."""
 
     def begin(self, reports: list[dict[str, Any]]) -> None:  # noqa: B027
         """All fits: what the engine will fill may change now."""
 
-    def end(self) -> None:  # noqa: B027
+    def has_read(self) -> None:  # noqa: B027
         """This rank has read what it wants; others may fail yet."""
+
+    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[_core.TensorView], bool]]:
+        """Returns wanted() in memory that the engine reaches; for the engine, as is end()."""
+        wanted = self.wanted(words, files)
+        self._reached = [(parts, _for_engine(parts)) for parts, _ in wanted]
+        return [(_views(reached), strict) for (_, reached), (_, strict) in zip(self._reached, wanted, strict=True)]
+
+    def end(self) -> None:
+        for parts, reached in self._reached:
+            _bring_back(parts, reached)
+        self.has_read()
 
     def run(self, where: object, ranks: RankGroup, what: str = "load()", **options: Any) -> list[dict[str, Any]]:
         """Returns the engine's report of each file. ``where`` is for messages. Collective."""
         settle(ranks.process_group)
         options["progress"] = shown(options.get("progress"), "load", ranks.rank)
         with naming(f"{what} of {where}"):
-            steps = _InMemory(self)
-            load = functools.partial(_core.load_files, ranks.group, steps, timeout=ranks.timeout, **options)
+            load = functools.partial(_core.load_files, ranks.group, self, timeout=ranks.timeout, **options)
             reports: list[dict[str, Any]] = ranks.verb(what, load)
             return reports
-
-
-class _InMemory:
-    """A load into memory that the engine reaches."""
-
-    def __init__(self, load: Load) -> None:
-        self._load = load
-        self.look, self.find, self.begin = load.look, load.find, load.begin
-        self._reached: list[tuple[Sequence[Part], list[Part]]] = []
-
-    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[_core.TensorView], bool]]:
-        chosen = self._load.choose(words, files)
-        self._reached = [(parts, _for_engine(parts)) for parts, _ in chosen]
-        each = zip(self._reached, chosen, strict=True)
-        return [(_views(reached), strict) for (_, reached), (_, strict) in each]
-
-    def end(self) -> None:
-        for parts, reached in self._reached:
-            _bring_back(parts, reached)
-        self._load.end()
 
 
 def write_merged(inputs: list[_core.MergeInput], ranks: RankGroup, target: str, **options: Any) -> dict[str, Any]:

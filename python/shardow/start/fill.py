@@ -15,7 +15,7 @@ from shardow import _core
 from shardow.base.checks import first_of, invalid
 from shardow.base.progress import Progress, shown
 from shardow.distributed.gather import Part, take
-from shardow.distributed.rank_group import Comparison, RankGroup
+from shardow.distributed.rank_group import Comparison, RankGroup, Step
 from shardow.distributed.store_group import store_group
 from shardow.distributed.stream import Client, Fill, Server, Want, behind
 from shardow.files import engine, paths
@@ -42,8 +42,6 @@ class Job:
     wanted: Collection[str]
     essential: Collection[str]
     strict: bool
-    verify: bool
-    progress: Progress | None
     without: Collection[str] = ()
 
 
@@ -97,7 +95,7 @@ class Choice:
         return _with_extra(job, self._extra.values, {**report, **lists})
 
 
-def from_merged(job: Job, source: Merged) -> dict[str, Any]:
+def from_merged(job: Job, source: Merged, **options: Any) -> dict[str, Any]:
     """Each rank reads its own bytes of the inputs. Raises where something does not fit, and changes nothing then."""
     choices: list[Choice] = []
 
@@ -105,7 +103,7 @@ def from_merged(job: Job, source: Merged) -> dict[str, Any]:
         choices[:] = [Choice(job, newest, str(source))]
         return choices[0].parts()
 
-    report = source.read(choose, job.ranks, verify=job.verify, progress=job.progress)
+    report = source.read(choose, job.ranks, **options)
     return choices[0].taken(report)
 
 
@@ -113,30 +111,31 @@ class FileLoad(engine.Load):
     """A load of a checkpoint; each rank reads its own bytes."""
 
     def __init__(
-        self, path: StrPath, look_at: Callable[[], Job], finish: Callable[[Job, dict[str, Any]], None],
-        compared: Sequence[Comparison] = (),
-    ) -> None:  # fmt: skip
-        """``look_at()``: in the first round, ``finish(job, report)`` in the last; both may raise on one rank for all.
-        ``compared`` in the first."""
-        self._path, self._look_at, self._finish, self._compared = path, look_at, finish, compared
+        self, path: StrPath, look_at: Callable[[], Step[Job]], finish: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        """``look_at()``: in the first round, ``finish(report)`` in the last; both may raise on one rank for all."""
+        self._path, self._look_at, self._finish = path, look_at, finish
 
     def look(self) -> Sequence[Comparison]:
         paths.to_read(self._path)
-        self._job = self._look_at()
-        return self._compared
+        step = self._look_at()
+        self._job = step.value
+        return step.compared
 
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""
 
-    def choose(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         self._choice = Choice(self._job, files[0], str(self._path))
         return [self._choice.parts()]
 
     def begin(self, reports: list[dict[str, Any]]) -> None:
         self._report = self._choice.taken(reports[0])
 
-    def end(self) -> None:
-        self._finish(self._job, self._report)
+    def has_read(self) -> None:
+        self._job.held.put_back()
+        if self._finish is not None:
+            self._finish(self._report)
 
     def fill(self, ranks: RankGroup, what: str = "load()", check_only: bool = False, **options: Any) -> dict[str, Any]:
         """Returns the report in the names here. ``check_only``: reads nothing, and finishes nothing. Collective."""
@@ -176,7 +175,7 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     return _with_extra(job, extra, report)
 
 
-def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
+def from_first_rank(job: Job, state: State | None, progress: Progress | None) -> dict[str, Any]:
     """Rank 0 sends every rank its slices, and nothing else."""
     ranks = job.ranks
     given = state or {}
@@ -199,7 +198,7 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
 
     def move() -> None:
         if ranks.rank == 0:
-            Server(ranks, device, tag).run(given, fills, shown(job.progress, "materialize", ranks.rank))
+            Server(ranks, device, tag).run(given, fills, shown(progress, "materialize", ranks.rank))
         else:
             Client(ranks, device, tag).run(fills)
 

@@ -22,9 +22,9 @@ from shardow.model import origins
 from shardow.model.dtensor import empty_like
 from shardow.model.groups import choose_group, meshes_of
 from shardow.model.modules import is_container, repeated_blocks
-from shardow.model.names import join, walk
-from shardow.model.slots import slots
-from shardow.start.materialize import Kinds, Source, materialize
+from shardow.model.names import walk
+from shardow.model.slots import by_tensor, slots
+from shardow.start.materialize import Source, common_kind, materialize
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
 
@@ -74,7 +74,7 @@ def wrap(
         shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
         shared_out = [name for name, module in walk(model) if module in checked[0]]
         facts = {"tensors": shapes, "units": shared_out, "memory_efficient_init": memory_efficient_init}
-        return Step(checked, [Kinds("wrap()", source), equal_facts("wrap()", facts, ranks)])
+        return Step(checked, [common_kind("wrap()", source), equal_facts("wrap()", facts, ranks)])
 
     chosen, bindings, own = ranks.step("wrap()", prepare)
     if from_memory:
@@ -158,23 +158,19 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
 
 def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
     """FSDP2 would give a weight that two of its groups share to each of them, and they would train apart."""
-    units = set(map(id, chosen))
-    seen: dict[int, tuple[str, int]] = {}  # by tensor: its name, and the unit that it is in
+    ids = set(map(id, chosen))
+    units = {name: id(module) for name, module in walk(model) if id(module) in ids}
 
-    def visit(module: nn.Module, prefix: str, unit: int) -> None:
-        unit = id(module) if id(module) in units else unit
-        for key, param in module._parameters.items():
-            if param is None:
-                continue
-            name, first = seen.setdefault(id(param), (join(prefix, key), unit))
-            if first != unit:
-                tied = f"'{join(prefix, key)}' is the same tensor as '{name}'"
+    def unit_of(name: str) -> int | None:
+        while name and name not in units:
+            name = name.rpartition(".")[0]
+        return units.get(name)
+
+    for first, *others in by_tensor(slots(model, "parameter")).values():
+        for slot in others:
+            if unit_of(slot.name) != unit_of(first.name):
+                tied = f"'{slot.name}' is the same tensor as '{first.name}'"
                 raise invalid(f"wrap(): {tied}, in another unit; leave one of the two modules out of units=")
-        for key, child in module._modules.items():
-            if child is not None:
-                visit(child, join(prefix, key), unit)
-
-    visit(model, "", 0)
 
 
 def own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:

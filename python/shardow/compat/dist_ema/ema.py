@@ -309,7 +309,7 @@ class _Load(engine.Load):
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""
 
-    def choose(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         metadata = files[0].metadata
         if CONFIG not in metadata:
             why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
@@ -317,7 +317,7 @@ class _Load(engine.Load):
         self.steps = steps_in(json.loads(metadata[CONFIG]), self._ema.config)
         return [(self._held.parts, True)]
 
-    def end(self) -> None:
+    def has_read(self) -> None:
         self._held.put_back()
 
 

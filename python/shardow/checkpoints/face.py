@@ -96,10 +96,10 @@ class Checkpoints:
 
         files, texts = Saving(step, given, {} if state is None else state, ranks).files()
         path = self.directory / manifest.directory_of(step)
-        write = engine.write_in_background if asynchronous else engine.write
         retire = functools.partial(self._retire, step)
         prepared = Step(engine.ToSave(files, {"texts": texts, "commit": manifest.NAME}))
-        return write(lambda: prepared, path, ranks, committed=retire, progress=progress, what=WHAT)
+        call = engine.SaveCall(lambda: prepared, path, ranks, WHAT, progress, retire)
+        return call.write_in_background() if asynchronous else call.write()
 
     def _retire(self, step: int) -> None:
         clear(self.directory)

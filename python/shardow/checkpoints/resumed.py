@@ -6,7 +6,6 @@ No step is taken for it, so no hook runs and no counter moves; memory that a sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -52,48 +51,6 @@ class Wanted:
         return tensor
 
 
-@dataclass
-class _State:
-    """The state of one parameter, for plain.decode(): by key, as its tensors are there.
-
-    ``before``: what there is here; ``flat``: the tensors of a flat parameter, into which several are read.
-    """
-
-    param: torch.Tensor
-    before: Tree
-    wanted: Wanted
-    prefix: str
-    flat: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def tensor(self, local: LocalTensor, mark: Tree) -> torch.Tensor:
-        ((kind, name),) = mark.items()
-        if kind not in ("$part", "$local"):
-            return self.wanted.whole(mark)
-        key = name.removeprefix(f"{self.prefix}state.{local.name}.")
-        dtype = self.wanted.form(name)[1]
-        if isinstance(local, FlatTensor):
-            if key not in self.flat:
-                self.flat[key] = self._memory(key, self.param.detach(), dtype)
-            memory = tensor = self.flat[key]
-            self.wanted.read(name, memory.view(-1)[stretch(self.param, local)], local.region)
-            return tensor
-        sharded = isinstance(self.param, DTensor)
-        memory = tensor = self._memory(key, self.param._local_tensor if sharded else self.param.detach(), dtype)  # type: ignore[attr-defined]
-        if sharded and kind == "$part":
-            tensor = sharded_like(self.param, memory)  # type: ignore[arg-type]
-        self.wanted.read(name, memory, local.region)
-        return tensor
-
-    def _memory(self, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns what there is where it will do, else new memory."""
-        before = self.before.get(key)
-        before = before._local_tensor if isinstance(before, DTensor) else before
-        form = (like.shape, dtype, like.device)
-        if isinstance(before, torch.Tensor) and (before.shape, before.dtype, before.device) == form:
-            return before.detach().contiguous()
-        return empty(like.shape, dtype, like.device).zero_()  # with what is padding of a flat parameter
-
-
 class Resumed:
     """An optimizer that takes in a tree. Making it changes nothing, and raises ValueError where the optimizer steps
     other parameters.
@@ -103,7 +60,7 @@ class Resumed:
         self, optimizer: torch.optim.Optimizer, view: ModelView, tree: Tree, file: _core.Checkpoint, prefix: str
     ) -> None:
         self.wanted = Wanted(file, prefix.rstrip("."))
-        self._optimizer = optimizer
+        self._optimizer, self._prefix = optimizer, prefix
         self._equal: list[tuple[str, Tree, str, Tree]] = []
         self._state: dict[int, Tree] = {}
         params = parameters(optimizer, view)
@@ -119,10 +76,35 @@ class Resumed:
             locals_ = [one for one in params[id(p)] if one.name in tree["state"]]
             if not locals_ or (isinstance(locals_[0], FlatTensor) and not p.numel()):  # of which other ranks have all
                 continue
-            state = _State(p, optimizer.state.get(p, {}), self.wanted, prefix)
-            found = [(one.name, plain.decode(tree["state"][one.name], partial(state.tensor, one))) for one in locals_]
+            tensor = partial(self._tensor, p, {})
+            found = [(one.name, plain.decode(tree["state"][one.name], partial(tensor, one))) for one in locals_]
             self._state[index] = found[0][1]
             self._equal += [(*found[0], *one) for one in found[1:]]
+
+    def _tensor(self, param: torch.Tensor, known: dict[str, torch.Tensor], local: LocalTensor, mark: Tree) -> Any:
+        """Returns a tensor of a parameter's state, as plain.decode() asks. ``known``: those that there are, by key:
+        several are read into that of a flat parameter."""
+        ((kind, name),) = mark.items()
+        if kind not in ("$part", "$local"):
+            return self.wanted.whole(mark)
+        key = name.removeprefix(f"{self._prefix}state.{local.name}.")
+        if key not in known:
+            known[key] = self._memory(param, key, self.wanted.form(name)[1])
+        memory = known[key]
+        part = memory.view(-1)[stretch(param, local)] if isinstance(local, FlatTensor) else memory
+        self.wanted.read(name, part, local.region)
+        return sharded_like(param, memory) if isinstance(param, DTensor) and kind == "$part" else memory
+
+    def _memory(self, param: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the memory that a state has already where it will do, else new memory."""
+        like, before = (
+            value._local_tensor if isinstance(value, DTensor) else value
+            for value in (param.detach(), self._optimizer.state.get(param, {}).get(key))
+        )
+        form = (like.shape, dtype, like.device)
+        if isinstance(before, torch.Tensor) and (before.shape, before.dtype, before.device) == form:
+            return before.detach().contiguous()
+        return empty(like.shape, dtype, like.device).zero_()  # with what is padding of a flat parameter
 
     def check(self) -> None:
         """After reading. Raises where one flat parameter here was several, with other numbers of steps."""

@@ -84,72 +84,64 @@ class ToSave:
     texts: Callable[[], Sequence[Mapping[str, str]]] = tuple
 
 
-Committed = Callable[[], None]
 SaveStep = Step[ToSave]
 Find = Callable[[], SaveStep]
 
 
-def write(
-    find: Find, path: StrPath, ranks: RankGroup, committed: Committed | None = None, progress: Progress | None = None,
-    what: str = "save()",
-) -> dict[str, Any]:  # fmt: skip
-    """Saves what ``find()`` returns, which may raise on one rank for all, as comparisons may. ``committed()`` is called
-    on rank 0 when all is published. Collective."""
-    settle(ranks.process_group)
-    with naming(f"save() to {path}"):
-        opening = _Opening(find, path, ranks, progress)
-        report: dict[str, Any] = opening.save(ranks.group, what).write()
-    if committed is not None and ranks.rank == 0:
-        committed()
-    return report
+class SaveCall:
+    """A save of what ``find()`` returns, which may raise on one rank for all, as comparisons may. ``committed()`` is
+    called on rank 0 when all is published."""
 
-
-def write_in_background(
-    find: Find, path: StrPath, ranks: RankGroup, committed: Committed | None = None, progress: Progress | None = None,
-    what: str = "async_save()",
-) -> SaveHandle:  # fmt: skip
-    """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
-    settle(ranks.process_group)
-    group = _core.solo() if ranks.process_group is None else store_group(ranks.process_group, CHANNEL)
-    opening = _Opening(find, path, ranks, progress)
-    with naming(f"save() to {path}"):
-        save = opening.save(group, what)
-    if ranks.size > 1:
-        keep_one()
-    return start(ranks.process_group, save, opening.target, committed if ranks.rank == 0 else None)
-
-
-class _Opening:
-    """The first round of a save: what this rank brings to it."""
-
-    def __init__(self, find: Find, path: StrPath, ranks: RankGroup, progress: Progress | None) -> None:
-        self._find, self._path, self._ranks, self._progress = find, path, ranks, progress
+    def __init__(
+        self, find: Find, path: StrPath, ranks: RankGroup, what: str = "save()", progress: Progress | None = None,
+        committed: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        settle(ranks.process_group)
+        self._find, self._path, self._ranks, self._progress, self._what = find, path, ranks, progress, what
+        self._committed = committed if ranks.rank == 0 else None
         self._claim: Claim | None = None
         self._memory: list[list[Part]] = []  # that the engine reads: until the save is written or staged
-        self.target = ""
+        self._target = ""
 
-    def save(self, group: _core.Group, what: str) -> _core.Save:
+    def write(self) -> dict[str, Any]:
         """Collective."""
+        with naming(f"save() to {self._path}"):
+            report: dict[str, Any] = self._open(self._ranks.group).write()
+        if self._committed is not None:
+            self._committed()
+        return report
+
+    def write_in_background(self) -> SaveHandle:
+        """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
+        process_group = self._ranks.process_group
+        with naming(f"save() to {self._path}"):
+            save = self._open(_core.solo() if process_group is None else store_group(process_group, CHANNEL))
+        if self._ranks.size > 1:
+            keep_one()
+        return start(process_group, save, self._target, self._committed)
+
+    def _open(self, group: _core.Group) -> _core.Save:
+        """Makes the first round, to which this rank brings its request."""
         make = functools.partial(_core.Save, group, self._request, self._ranks.timeout, self._metadata)
-        return self._ranks.verb(what, make, group)
+        return self._ranks.verb(self._what, make, group)
 
     def _request(self) -> tuple[_core.SaveRequest, Progress | None, list[Comparison]]:
         step = self._find()
         self._to_save, compared = step.value, [*step.compared]
         files = self._to_save.files
-        self.target = paths.to_write(self._path)
+        self._target = paths.to_write(self._path)
         self._memory = [_for_engine(file.parts) for file in files]
         engine_files = [
             _core.SaveFile(file.name, _views(parts), checked_texts(file.metadata))
             for file, parts in zip(files, self._memory, strict=True)
         ]
-        progress = shown(self._progress, f"save {Path(self.target).name}", self._ranks.rank)
+        progress = shown(self._progress, f"save {Path(self._target).name}", self._ranks.rank)
         if Claim.is_needed(self._ranks):
             parts = (part for file in files for part in file.parts)
-            self._claim = Claim(self.target, [file.name for file in files], parts, self._ranks)
+            self._claim = Claim(self._target, [file.name for file in files], parts, self._ranks)
             progress = self._checking(self._claim, progress)
             compared.append(self._claim)
-        return _core.SaveRequest(engine_files, self.target, **self._to_save.options), progress, compared
+        return _core.SaveRequest(engine_files, self._target, **self._to_save.options), progress, compared
 
     @staticmethod
     def _checking(claim: Claim, progress: Progress | None) -> Progress:

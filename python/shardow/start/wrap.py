@@ -138,18 +138,13 @@ def _checked(
 def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
     if units is None:
         return [module for module in repeated_blocks(model) if not isinstance(module, FSDPModule)]
+    below = [(name, module) for name, module in walk(model) if module is not model]
     if callable(units):
-        found = [module for name, module in walk(model) if module is not model and units(name, module)]
+        found = [module for name, module in below if units(name, module)]
+    elif known := {unit if isinstance(unit, str) else unit.__name__ for unit in units}:
+        found = [module for _, module in below if any(cls.__name__ in known for cls in type(module).__mro__)]
     else:
-        wanted = list(units)
-        if not wanted:
-            return []
-        known = {one if isinstance(one, str) else one.__name__ for one in wanted}
-        found = [
-            module
-            for _, module in walk(model)
-            if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)
-        ]
+        return []
     if not found:
         raise invalid(f"wrap(): no module of the model is one of units={units!r}")
     inner_first = dict.fromkeys(reversed(found))  # as torch wants

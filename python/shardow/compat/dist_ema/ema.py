@@ -276,7 +276,7 @@ class DistEMA:
             file = engine.FileParts("", self._held(saving=True).parts, {CONFIG: json.dumps(self.config)})
             return Step(engine.ToSave([file], {}), [equal_updates("save()", self.decay_steps, self._ranks)])
 
-        engine.write(find, path, self._ranks)
+        engine.SaveCall(find, path, self._ranks).write()
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:

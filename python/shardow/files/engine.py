@@ -132,7 +132,7 @@ class SaveCall:
         self._target = paths.to_write(self._path)
         self._memory = [_for_engine(file.parts) for file in files]
         engine_files = [
-            _core.SaveFile(file.name, _views(parts), checked_texts(file.metadata))
+            _core.SaveFile(file.name, _views(parts), dict(file.metadata))
             for file, parts in zip(files, self._memory, strict=True)
         ]
         progress = shown(self._progress, f"save {Path(self._target).name}", self._ranks.rank)
@@ -157,13 +157,10 @@ class SaveCall:
         return [{**own, **claimed} for own in self._to_save.texts() or [{}] * len(self._memory)]
 
 
-def texts(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Returns a user's ``metadata=``."""
-    return {} if metadata is None else instance("metadata", metadata, Mapping)
-
-
-def checked_texts(metadata: Mapping[str, str]) -> dict[str, str]:
-    for key, text in metadata.items():
+def texts(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """Returns a user's ``metadata=``. Raises for what headers can't hold."""
+    found = {} if metadata is None else dict(instance("metadata", metadata, Mapping))
+    for key, text in found.items():
         if not isinstance(key, str) or not isinstance(text, str):
             wrong = key if not isinstance(key, str) else text
             raise invalid(
@@ -171,7 +168,7 @@ def checked_texts(metadata: Mapping[str, str]) -> dict[str, str]:
                 "json.dumps()"
             )
         utf8(key + text, f"metadata {key!r}", "headers")
-    return dict(metadata)
+    return found
 
 
 def read_merged(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ from shardow.base.progress import Progress
 from shardow.distributed.rank_group import RankGroup
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
-from shardow.merging.inputs import Merged
+from shardow.merging.inputs import Merged, Opened
 
+T = TypeVar("T")
 _MOST_STEPS = 2**53  # beyond, float64 has no longer every whole number
 
 
@@ -48,8 +49,6 @@ def merged(
     if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence):
         raise invalid(f"inputs={inputs!r}; give a list of paths")
     read = [paths.to_read(path) for path in inputs]
-    named = {"weights": weights, "steps": steps}
-    weights, steps = (None if value is None else several(name, value) for name, value in named.items())
     rules = {"weights": weights, "ema": ema, "lawa": lawa, "curve": curve}
     if len(given := [name for name, value in rules.items() if value is not None]) > 1:
         raise invalid(f"{' and '.join(f'{name}=' for name in given)}: one rule gives the coefficients")
@@ -57,18 +56,25 @@ def merged(
         raise invalid("per_step=True goes with ema=")
     if normalize and weights is None:
         raise invalid("normalize=True goes with weights=")
-    for name, values in (("weights", weights), ("steps", steps)):
-        if values is not None and len(values) != len(read):
-            raise invalid(f"{name}= has {len(values)} numbers for {len(read)} inputs")
     rule: dict[str, Any] = {
-        "weights": None if weights is None else [number("weights", weight) for weight in weights],
+        "weights": _each("weights", weights, read, number),
         "normalize": bool(normalize),
         "ema": None if ema is None else number("ema", ema),
         "per_step": bool(per_step),
         "lawa": None if lawa is None else whole("lawa", lawa, 1),
         "curve": curve if curve is None else str(curve),
     }
-    return Merged(read, rule, None if steps is None else [whole("steps", step, 0, _MOST_STEPS) for step in steps], key)
+    return Merged(read, rule, _each("steps", steps, read, lambda name, step: whole(name, step, 0, _MOST_STEPS)), key)
+
+
+def _each(name: str, given: Any, inputs: list[str], checked: Callable[[str, Any], T]) -> list[T] | None:
+    """Returns numbers that are given for each input."""
+    if given is None:
+        return None
+    values = several(name, given)
+    if len(values) != len(inputs):
+        raise invalid(f"{name}= has {len(values)} numbers for {len(inputs)} inputs")
+    return [checked(name, value) for value in values]
 
 
 def merge(
@@ -110,14 +116,15 @@ def merge(
     )  # fmt: skip
     everybody = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     ranks = RankGroup(everybody if group is None else group, seconds(timeout))
-    if kept := {_core.MERGE_KEY} & set(engine.texts(metadata)):
-        raise invalid(f"metadata: {kept.pop()} is where a merge says what it was made of")
     options: dict[str, Any] = {"verify": bool(verify)}
 
     def check() -> None:
-        options.update(engine.dtype_and_limit(dtype, max_shard_size), metadata=engine.checked_texts(metadata or {}))
-        options["target"] = paths.to_write(out)
+        texts = engine.texts(metadata)
+        if _core.MERGE_KEY in texts:
+            raise invalid(f"metadata: {_core.MERGE_KEY} is where a merge says what it was made of")
+        options.update(engine.dtype_and_limit(dtype, max_shard_size), metadata=texts, target=paths.to_write(out))
 
-    opened, coefficients = what.open("merge()", ranks, check)
-    report = engine.write_merged(opened.inputs, ranks, formula=coefficients.formula, progress=progress, **options)
-    return {**report, "formula": coefficients.formula, "index_error": coefficients.index_error}
+    opened = Opened(what, "merge()", ranks, check)
+    formula, index_error = opened.coefficients.formula, opened.coefficients.index_error
+    report = engine.write_merged(opened.inputs, ranks, formula=formula, progress=progress, **options)
+    return {**report, "formula": formula, "index_error": index_error}

@@ -5,32 +5,14 @@ are open.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardow import _core
-from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import Comparison, RankGroup, equal_facts, naming
 from shardow.files import engine
 from shardow.files.background import settle
 from shardow.merging import foreign
-
-Choose = Callable[["Newest"], tuple[Sequence[Part], bool]]
-
-
-@dataclass(frozen=True)
-class Newest:
-    """What the input of the latest step holds, as a file tells it: {name: (dtype, shape)}. ``inputs``: all of the
-    merge, in the order of their coefficients."""
-
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    metadata: dict[str, str]
-    inputs: list[_core.MergeInput] = field(default_factory=list)
-
-    def read(self, view: _core.TensorView) -> None:
-        """Fills a view from the merged tensor of its name. Not collective."""
-        _core.load_merged(_core.solo(), [view], self.inputs, strict=False)
 
 
 class Merged:
@@ -43,41 +25,33 @@ class Merged:
     def __repr__(self) -> str:
         return f"Merged({self.inputs})"
 
-    def open(
-        self, what: str, ranks: RankGroup, check: Callable[[], object] = lambda: None,
-        then: Callable[[Newest], object] = lambda _: None,
-    ) -> tuple[Newest, _core.Coefficients]:  # fmt: skip
-        """``check()`` of what else a call was given comes first, ``then()`` when all is open, again where files were
-        replaced meanwhile; both may raise on one rank for all. Collective."""
-        opening = _Opening(self, what, ranks, check, then)
-        settle(ranks.process_group)
-        with engine.several_said(*self.inputs), naming(what):
-            ranks.verb(what, lambda: _core.open_checkpoints(ranks.group, opening, ranks.timeout))
-        return opening.newest, opening.coefficients
 
-    def read(self, choose: Choose, ranks: RankGroup, **options: Any) -> dict[str, Any]:
-        """As a load of one file, of what the merge would hold. Collective."""
-        chosen: list[tuple[Sequence[Part], bool]] = []
+class Opened:
+    """The inputs of a merge, opened by all ranks. ``tensors`` and ``metadata`` are those of the input of the latest
+    step, as a file tells them: {name: (dtype, shape)}. ``inputs``: all of the merge, in the order of their
+    ``coefficients``."""
 
-        def then(newest: Newest) -> None:
-            chosen[:] = [choose(newest)]
-
-        newest, _ = self.open("load()", ranks, then=then)
-        parts, strict = chosen[0]
-        report = engine.read_merged(parts, newest.inputs, ranks, strict=strict, **options)
-        return {**report, "metadata": {**newest.metadata, **report["metadata"]}}
-
-
-class _Opening:
-    """The steps of a rank while all open a merge's inputs; the engine calls them."""
-
-    newest: Newest
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    metadata: dict[str, str]
+    inputs: list[_core.MergeInput]
     coefficients: _core.Coefficients
 
     def __init__(
-        self, merged: Merged, what: str, ranks: RankGroup, check: Callable[[], object], then: Callable[[Newest], object]
-    ) -> None:
+        self, merged: Merged, what: str, ranks: RankGroup, check: Callable[[], object] = lambda: None,
+        then: Callable[[Opened], object] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """``check()`` of what else a call was given comes first, ``then()`` when all is open, again where files were
+        replaced meanwhile; both may raise on one rank for all. Collective."""
         self._merged, self._what, self._ranks, self._check, self._then = merged, what, ranks, check, then
+        settle(ranks.process_group)
+        with engine.several_said(*merged.inputs), naming(what):
+            ranks.verb(what, lambda: _core.open_checkpoints(ranks.group, self, ranks.timeout))
+
+    def read(self, view: _core.TensorView) -> None:
+        """Fills a view from the merged tensor of its name. Not collective."""
+        _core.load_merged(_core.solo(), [view], self.inputs, strict=False)
+
+    # ---- what the engine calls
 
     def look(self) -> list[Comparison]:
         self._check()
@@ -105,7 +79,7 @@ class _Opening:
             _core.MergeInput(path, source, 0.0, step)
             for path, source, step in zip(merged.inputs, sources, steps, strict=True)
         ]
-        ordered, self.coefficients, newest = _core.weigh(inputs, **merged.rule)
+        self.inputs, self.coefficients, newest = _core.weigh(inputs, **merged.rule)
         last = merged.inputs.index(newest)
-        self.newest = Newest(sources[last].tensors, texts[last], ordered)
-        self._then(self.newest)
+        self.tensors, self.metadata = sources[last].tensors, texts[last]
+        self._then(self)

@@ -20,7 +20,7 @@ from shardow.distributed.store_group import store_group
 from shardow.distributed.stream import Client, Fill, Server, Want, behind
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
-from shardow.merging.inputs import Merged, Newest
+from shardow.merging.inputs import Merged, Opened
 from shardow.model.extra_state import FromFile, extra_in
 from shardow.model.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
 from shardow.model.parts import Held, values_in_file
@@ -48,7 +48,7 @@ class Job:
 class Choice:
     """Tensors that a job takes of a source, and its report on them."""
 
-    def __init__(self, job: Job, source: _core.Checkpoint | Newest, where: str) -> None:
+    def __init__(self, job: Job, source: _core.Checkpoint | Opened, where: str) -> None:
         """Raises for what does not fit, but for what the engine lists, which knows one name of each tensor."""
         self._job, self._source = job, source
         self._held, self._owners, self._keys = _matched(job, source.tensors, where)
@@ -98,13 +98,10 @@ class Choice:
 def from_merged(job: Job, source: Merged, **options: Any) -> dict[str, Any]:
     """Each rank reads its own bytes of the inputs. Raises where something does not fit, and changes nothing then."""
     choices: list[Choice] = []
-
-    def choose(newest: Newest) -> tuple[list[Part], bool]:
-        choices[:] = [Choice(job, newest, str(source))]
-        return choices[0].parts()
-
-    report = source.read(choose, job.ranks, **options)
-    return choices[0].taken(report)
+    opened = Opened(source, "load()", job.ranks, then=lambda opened: choices.append(Choice(job, opened, str(source))))
+    parts, strict = choices[-1].parts()
+    report = engine.read_merged(parts, opened.inputs, job.ranks, strict=strict, **options)
+    return choices[-1].taken({**report, "metadata": {**opened.metadata, **report["metadata"]}})
 
 
 class FileLoad(engine.Load):

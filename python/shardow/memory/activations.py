@@ -17,18 +17,18 @@ from shardow.base.checks import invalid
 from shardow.model.modules import modes_kept
 
 Like = Callable[[torch.Tensor], torch.Tensor]
-OfShape = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def as_arguments(batch: Any, like: Like, of_shape: OfShape) -> Arguments:
+def as_arguments(batch: Any, like: Like) -> Arguments:
     """(args, kwargs), tensors through ``like``. A tensor is the only argument, a tuple or list the positional ones, a
-    dict those by keyword; a shape (float32) or (shape, dtype) stands for a tensor; whatever else is among them stays as
-    it is."""
+    dict those by keyword; a shape (float32) or (shape, dtype) stands for a tensor on meta; whatever else is among them
+    stays as it is."""
 
     def leaf(value: Any) -> Any:
-        form = shape_and_dtype(value)
-        return of_shape(*form) if form is not None else _pytree.tree_map_only(torch.Tensor, like, value)
+        if (form := shape_and_dtype(value)) is not None:
+            value = torch.empty(form[0], dtype=form[1], device="meta")
+        return _pytree.tree_map_only(torch.Tensor, like, value)
 
     if isinstance(batch, Mapping):
         return (), {name: leaf(value) for name, value in batch.items()}

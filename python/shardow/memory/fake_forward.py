@@ -28,9 +28,7 @@ class Fake:
         self._device, self._loss = device, loss
         self.model = self._copy(model)
         with self._mode:
-            self._args, self._kwargs = as_arguments(
-                batch, self._like, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-            )
+            self._args, self._kwargs = as_arguments(batch, self._like)
 
     def kept(self) -> int:
         """Bytes that autograd keeps at the end of a forward pass in training. Raises where a kernel keeps memory that

@@ -92,7 +92,7 @@ class _Parts:
 
 
 def _activations(model: nn.Module, parts: _Parts, batch: Any, loss: Callable[[Any], Any] | None) -> int:
-    args, kwargs = as_arguments(batch, _compact, _no_shapes)
+    args, kwargs = as_arguments(batch, _compact)
 
     def forward() -> Any:
         output = model(*args, **kwargs)
@@ -149,6 +149,8 @@ def _averages(ema: EMA | nn.Module) -> list[torch.Tensor]:
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """A slice of a large tensor would count with all of it."""
+    if tensor.is_meta:
+        raise invalid(f"measure() runs the model: give a tensor where batch has the shape {tuple(tensor.shape)}")
     if (
         isinstance(tensor, DTensor)
         or tensor.layout is not torch.strided
@@ -156,7 +158,3 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     ):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _no_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    raise invalid(f"measure() runs the model: give a tensor where batch has the shape {tuple(shape)}")

@@ -143,9 +143,6 @@ class Recorder(TorchFunctionMode):
         global _recorder
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _recorder = self._outer
-        self._by_storage.clear()
-        self._computed.clear()
-        self._frame = None
 
     def watch(self, tensor: torch.Tensor, record: Record, module: nn.Module | None = None) -> None:
         record.tensor = id(tensor)

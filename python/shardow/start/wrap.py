@@ -183,13 +183,9 @@ def own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
 
 def to_meta(model: nn.Module) -> None:
     """Parameters and persistent buffers that are not sharded yet; tied ones stay tied."""
-    moved: dict[int, torch.Tensor] = {}
-    for slot in list(slots(model, "parameter", "buffer")):
-        whole = slot.recorded
-        if isinstance(whole, DTensor):
-            continue
-        if id(whole) not in moved:
-            moved[id(whole)] = empty_like(whole, "meta")
-        slot.owner[slot.key] = moved[id(whole)]
-        if slot.kind == "parameter":
-            origins.remember(slot.module, slot.key)
+    for tied in by_tensor(slots(model, "parameter", "buffer")).values():
+        whole = tied[0].recorded
+        on_meta = whole if isinstance(whole, DTensor) else empty_like(whole, "meta")
+        for slot in tied:
+            slot.owner[slot.key] = on_meta
+    origins.remember_all(model)

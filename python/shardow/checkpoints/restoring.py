@@ -17,10 +17,10 @@ from shardow.averages.persistence import Taking
 from shardow.averages.state_dict import OptionsFrom, saved_keys
 from shardow.base import plain
 from shardow.base.checks import instance, invalid, one_of, warn
-from shardow.checkpoints import generators, manifest
+from shardow.checkpoints import manifest
 from shardow.checkpoints.manifest import Manifest
-from shardow.checkpoints.resumed import Resumed, Wanted
-from shardow.checkpoints.saving import Given, half_restored, prefix
+from shardow.checkpoints.optimizers import Resumed, Wanted
+from shardow.checkpoints.saving import Given, give_random, half_restored, prefix
 from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import Comparison, RankGroup, equal_facts
 from shardow.distributed.transfers import empty
@@ -173,7 +173,7 @@ class Restoring(engine.Load):
 
     def _give_random(self) -> None:
         if self._random is not None:
-            generators.give(bytes(self._random.tolist()))
+            give_random(bytes(self._random.tolist()))
         elif self._ranks.rank == 0:
             warn(
                 f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "

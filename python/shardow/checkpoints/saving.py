@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import secrets
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from shardow.averages.core import Averages
 from shardow.averages.persistence import common_beside, to_save_beside
 from shardow.base import plain
 from shardow.base.checks import instance, invalid
-from shardow.checkpoints import generators, manifest
+from shardow.checkpoints import manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
 from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import Combined, RankGroup, Step, equal_facts
@@ -124,7 +126,7 @@ class Saving:
         if not isinstance(self._state, Mapping) or not all(type(key) is str for key in self._state):
             raise invalid("state= is a dict of values by their names")
         self._encoded = plain.encode(dict(self._state), "state", self._values.whole)
-        self._random = generators.states()
+        self._random = random_states()
         own = None if given.averages is None else given.averages._averages
         averages = own if own is not None and own.ranks.group is ranks.group else None
         copies = equal_copies(WHAT, self._common(averages), ranks)
@@ -223,3 +225,43 @@ def _join_group(groups: list[Tree], i: int, group: Tree, rank: int) -> None:
             )
     known = set(groups[i]["params"])
     groups[i]["params"] += [param for param in group["params"] if param not in known]
+
+
+def random_states() -> bytes:
+    """Returns the random generators of this rank as JSON, which plain.decode() reads: Python's, numpy's where it is
+    imported, torch's on the CPU and on CUDA devices.
+    """
+    found: dict[str, Any] = {"python": random.getstate(), "torch": _bytes(torch.get_rng_state())}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state = numpy.random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":
+            found["numpy"] = {
+                **state,
+                "state": {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])},
+            }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = [_bytes(one) for one in torch.cuda.get_rng_state_all()]
+    return json.dumps(plain.encode(found, "random generators"), separators=(",", ":")).encode()
+
+
+def give_random(states: bytes) -> None:
+    """Random generators go on as they were. What was not there then, or is not here now, stays as it is."""
+    found = plain.decode(json.loads(states))
+    random.setstate(found["python"])
+    torch.set_rng_state(_tensor(found["torch"]))
+    if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
+        state = found["numpy"]
+        numpy.random.set_state(
+            {**state, "state": {**state["state"], "key": numpy.array(state["state"]["key"], dtype=numpy.uint32)}}
+        )
+    if torch.cuda.is_available():
+        for device, one in zip(range(torch.cuda.device_count()), found.get("cuda", ()), strict=False):
+            torch.cuda.set_rng_state(_tensor(one), device)
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return bytes(state.tolist())
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.tensor(list(state), dtype=torch.uint8, device="cpu")

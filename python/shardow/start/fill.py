@@ -20,7 +20,7 @@ from shardow.distributed.store_group import store_group
 from shardow.distributed.stream import Client, Fill, Server, Want, behind
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
-from shardow.merging.inputs import Merged, Opened
+from shardow.merging.face import Merged, Opened
 from shardow.model.extra_state import FromFile, extra_in
 from shardow.model.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
 from shardow.model.parts import Held, values_in_file

@@ -19,7 +19,7 @@ from shardow.distributed.rank_group import Combined, RankGroup, Step, equal_fact
 from shardow.files import paths
 from shardow.files.checkpoint import Looking
 from shardow.files.paths import StrPath
-from shardow.merging.inputs import Merged
+from shardow.merging.face import Merged
 from shardow.model import origins
 from shardow.model.groups import group_of_model
 from shardow.model.local import refuse_expanded

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,17 @@ class Manifest:
         values = {"format": FORMAT, "version": VERSION, **vars(self)}
         return json.dumps({**values, _CRC: _checksum(values)})
 
-    def check(self, opened: Mapping[str, _core.Checkpoint], where: str) -> None:
-        """Raises CorruptError where a file is of another save."""
-        for name, file in opened.items():
+    def check(self, opened: Sequence[_core.Checkpoint], where: str) -> dict[str, _core.Checkpoint]:
+        """Returns the files by name. Raises CorruptError where one is of another save."""
+        by_name = dict(zip(self.files, opened, strict=True))
+        for name, file in by_name.items():
             if file.metadata.get(SAVE) != self.save:
                 step = file.metadata.get(STEP, "none of these checkpoints")
                 raise errors.make(
                     "corrupt",
                     f"{where}/{name} is of another save (of step {step}) than its {NAME}; restore another step",
                 )
+        return by_name
 
 
 def parts_of(owner: object) -> set[str]:
@@ -135,18 +137,13 @@ def _is_understood(one: Manifest) -> bool:
     def texts(values: Any) -> bool:
         return all(isinstance(value, str) for value in values)
 
-    named = [
-        *([one.model] if one.model is not None else ()),
-        *one.averages.values(),
-        *([OPTIMIZER] if one.optimizer else ()),
-        STATE,
-    ]
+    named = {one.model, *one.averages.values(), OPTIMIZER if one.optimizer else None, STATE} - {None}
     trees = one.optimizer.values()
     return (
         all(isinstance(number, int) for number in (one.step, one.world_size))
         and texts(one.files)
         and all(os.path.basename(name) == name and name.endswith(".safetensors") for name in one.files)
-        and {*named} <= {*one.files}
+        and named <= {*one.files}
         and len({*one.files}) == len(one.files)
         and all(texts(group["params"]) for tree in trees for group in tree["groups"])
         and all(isinstance(state, dict) for tree in trees for state in tree["state"].values())
@@ -175,8 +172,7 @@ def whole(directory: Path) -> Manifest | None:
     """
     found = read(directory)
     if found is not None:
-        opened = _core.Checkpoint.open_files(directory, found.files)
-        found.check(dict(zip(found.files, opened, strict=True)), str(directory))
+        found.check(_core.Checkpoint.open_files(directory, found.files), str(directory))
     return found
 
 

@@ -27,7 +27,7 @@ from shardow.distributed.transfers import empty
 from shardow.files import engine
 from shardow.model.extra_state import FromFile
 from shardow.model.match import matched
-from shardow.model.parts import Held, held_by
+from shardow.model.parts import held_by
 from shardow.model.swap_guard import refuse_foreign
 
 WHAT = "Checkpoints.restore()"
@@ -108,16 +108,18 @@ class Restoring(engine.Load):
     def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         one = self._one = manifest.parse(words.decode(), str(self._root))
         where = str(self._root / manifest.directory_of(one.step))
-        self._files = dict(zip(one.files, files, strict=True))
-        one.check(self._files, where)
+        self._files = one.check(files, where)
         self._taking: Taking | None = None
-        self._held: Held | None = None
         self._optimizers: list[Resumed] = []
         self._wanted: dict[str, tuple[list[Part], bool]] = {}
         self._parts = check_parts(one, self._given, self._skipped, self._absent or {}, where)
         self._say_other_kinds(where)
         small = Wanted(self._files[manifest.STATE], "the state")
         self.state = plain.decode(one.state, small.whole, f"{where}: state")
+        if self._given.model is not None and self._parts & {"model", "optimizer"}:
+            self._held = held_by(self._given.model, self._ranks.process_group, saving=False)
+            assert self._held.view is not None
+            self._view = self._held.view
         if "model" in self._parts:
             self._look_at_model(where)
         if "averages" in self._parts:
@@ -191,13 +193,10 @@ class Restoring(engine.Load):
 
     def _look_at_optimizers(self, where: str) -> None:
         _same_names("optimizer", self._given.optimizer, self._one.optimizer, where)
-        assert self._given.model is not None
-        held = self._held or held_by(self._given.model, self._ranks.process_group, saving=False)
-        assert held.view is not None
         file = self._files[manifest.OPTIMIZER]
         for name, one in self._given.optimizer.items():
             tree = self._one.optimizer[name]
-            self._optimizers.append(Resumed(one, held.view, tree, file, prefix("optimizer", name)))
+            self._optimizers.append(Resumed(one, self._view, tree, file, prefix("optimizer", name)))
         self._wanted[manifest.OPTIMIZER] = [part for one in self._optimizers for part in one.wanted.parts], True
 
     def _say_other_kinds(self, where: str) -> None:
@@ -212,12 +211,9 @@ class Restoring(engine.Load):
                     )
 
     def _look_at_model(self, where: str) -> None:
-        assert self._given.model is not None
-        file = self._files[manifest.MODEL]
-        held = self._held = held_by(self._given.model, self._ranks.process_group, saving=False)
+        file, held = self._files[manifest.MODEL], self._held
         refuse_foreign(WHAT, held.memory)
-        assert held.view is not None
-        self._given.refuse_strangers(WHAT, held.view)
+        self._given.refuse_strangers(WHAT, self._view)
         keys = matched(held, file.tensors.keys(), where)
         self._extra = FromFile(held.extra, file)
         if other := sorted({*held.extra} ^ {*self._extra.values, *self._extra.unexpected}):
@@ -236,7 +232,7 @@ class Restoring(engine.Load):
         return row
 
     def _put(self) -> None:
-        if self._held is not None:
+        if "model" in self._parts:
             self._held.filled = self._extra.values
             self._held.put_back()
         for one in self._optimizers:

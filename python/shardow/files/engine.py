@@ -140,7 +140,7 @@ class SaveCall:
             parts = (part for file in files for part in file.parts)
             self._claim = Claim(self._target, [file.name for file in files], parts, self._ranks)
             progress = self._checking(self._claim, progress)
-            compared.append(self._claim)
+            compared.append(self._claim.digest)
         return _core.SaveRequest(engine_files, self._target, **self._to_save.options), progress, compared
 
     @staticmethod
@@ -153,7 +153,7 @@ class SaveCall:
         return checked
 
     def _metadata(self) -> list[dict[str, str]]:
-        claimed = {} if self._claim is None else self._claim.metadata
+        claimed = {} if self._claim is None else self._claim.metadata()
         return [{**own, **claimed} for own in self._to_save.texts() or [{}] * len(self._memory)]
 
 

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardow import _core
 from shardow.base.checks import instance, invalid, one_of, unsupported, whole
 from shardow.errors import UnknownOptionError
-from shardow.memory.activations import shape_and_dtype, storage_bytes, tensors_in
-from shardow.memory.fake_forward import Fake
+from shardow.memory.activations import Fake, shape_and_dtype, storage_bytes, tensors_in
 from shardow.memory.switches import apply, is_switched
 from shardow.model.dtypes import device_of
 from shardow.model.modules import repeated_blocks

@@ -1,19 +1,20 @@
 """What integrations have in common: averages of a model that a trainer makes, which follow its optimizers, and go on
-from its checkpoints; and what a library's save_pretrained() leaves, with averaged weights, for its from_pretrained().
-"""
+from its checkpoints; what a library's save_pretrained() leaves, with averaged weights, for its from_pretrained(); an
+EMA of masters that another's optimizer keeps, which may put them elsewhere."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 from torch import nn
 
 from shardow.averages.persistence import export
-from shardow.base.checks import one_of, warn
+from shardow.averages.tracked import Source
+from shardow.base.checks import invalid, one_of, unsupported, warn
 from shardow.ema import EMA
 from shardow.errors import NotFoundError
 
@@ -102,3 +103,52 @@ def save_pretrained(
         ema.export(folder / _DIFFUSION, dtype, decay=decay)
     else:
         export(ema._averages, folder, dtype, max_shard_size, decay, None, None, pretrained=True)
+
+
+class MastersEMA(EMA):
+    """``masters()``: what ``source=`` takes, as it is now; ``addresses()``: where it lies, cheap enough to be asked
+    before every update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: Any,
+        masters: Callable[[], Mapping[str, Source]],
+        addresses: Callable[[], list[int]],
+        options: Mapping[str, Any],
+    ) -> None:
+        for name in ("source", "optimizer", "overlap"):
+            if options.get(name):
+                raise invalid(f"ema(..., {name}=...): masters are averaged after the optimizer's steps; leave it out")
+        self._masters, self._addresses = masters, addresses
+        self._seen = addresses()
+        super().__init__(model, decay, source=masters(), **options)
+
+    def update(self, step: int | None = None, samples: float = 0.0) -> None:
+        self._follow()
+        super().update(step, samples)
+
+    def reset(self) -> None:
+        self._follow()
+        super().reset()
+
+    def distance(self, decay: Any = None) -> float:
+        self._follow()
+        return super().distance(decay)
+
+    def attach(self, optimizer: Any, **_: Any) -> NoReturn:
+        raise unsupported("attach(): this optimizer steps another one inside; call update() after its steps")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise unsupported(
+            "an EMA of an optimizer's masters can't be copied or pickled: save() it, or take its state_dict()"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def _follow(self) -> None:
+        if self._addresses() != self._seen:
+            self._averages.follow_sources(self._masters())
+            self._seen = self._addresses()

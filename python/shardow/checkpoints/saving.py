@@ -15,7 +15,7 @@ import random
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,16 +102,20 @@ def prefix(kind: str, name: str) -> str:
 
 
 class Saving:
-    """A step that this rank saves with others. ``asked()``: what the call was given; may raise."""
+    """A step that this rank saves with others. ``asked``: what the call was given, by the parts' names."""
 
-    def __init__(self, step: int, asked: Callable[[], Given], state: Mapping[str, Any], ranks: RankGroup) -> None:
+    def __init__(self, step: int, asked: Mapping[str, Any], state: Mapping[str, Any] | None, ranks: RankGroup) -> None:
         self._step, self._asked, self._state, self._ranks = step, asked, state, ranks
         self._held: Held | None = None
         self._optimizer, self._values = Tensors(), Tensors()
 
     def _look(self) -> Step[None]:  # (1)
-        given, ranks = self._asked(), self._ranks
+        ranks, given = self._ranks, Given.of(WHAT, **self._asked)
         self._given, self._trees = given, {}
+        if given.model in half_restored or given.averages in half_restored:
+            raise invalid(f"{WHAT}: restore() of this model stopped halfway: it is a mixture; restore() it again")
+        if given.model is None and given.averages is None and self._state is None and not given.scheduler:
+            raise invalid(f"{WHAT}: nothing to save; give model=, averages=, optimizer=, scheduler= or state=")
         if given.model is not None:
             held = self._held = held_by(given.model, ranks.process_group, saving=True)
             refuse_foreign(WHAT, held.memory, instead="")
@@ -123,9 +127,10 @@ class Saving:
             name: plain.encode(scheduler.state_dict(), prefix("scheduler", name), self._values.whole)
             for name, scheduler in given.scheduler.items()
         }
-        if not isinstance(self._state, Mapping) or not all(type(key) is str for key in self._state):
+        state = {} if self._state is None else self._state
+        if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
             raise invalid("state= is a dict of values by their names")
-        self._encoded = plain.encode(dict(self._state), "state", self._values.whole)
+        self._encoded = plain.encode(dict(state), "state", self._values.whole)
         self._random = random_states()
         own = None if given.averages is None else given.averages._averages
         averages = own if own is not None and own.ranks.group is ranks.group else None
@@ -143,15 +148,15 @@ class Saving:
         """Returns (files, texts) of the step. Collective."""
         ranks = self._ranks
         ranks.step(WHAT, self._look)
-        if self._other_trees.total:  # (3)
-            own = json.dumps(self._trees).encode()
-            self._trees = json.loads(ranks.decide_each(WHAT, own, self._joined) or b"{}")
         given, save = self._given, secrets.token_hex(8)
         metadata = {manifest.SAVE: save, manifest.STEP: str(self._step)}
         averages = {}  # (2)
         if given.averages is not None:
             state_of_all = None if self._states is None else self._states.state
             averages = to_save_beside(given.averages._averages, WHAT, metadata, ranks, state_of_all)
+        if self._other_trees.total:  # (3)
+            own = json.dumps(self._trees).encode()
+            self._trees = json.loads(ranks.decide_each(WHAT, own, self._joined) or b"{}")
         length = int(self._longest.total)
         row = torch.frombuffer(bytearray(self._random.ljust(length)), dtype=torch.uint8)
         region = _core.Region.grid([ranks.size, length], [[(ranks.rank, ranks.rank + 1)], [(0, length)]])

@@ -158,10 +158,12 @@ def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Ma
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     """Every rank takes its slices of what it has, when all have what fits."""
-    there = extra_in(state, job.held.extra)
-    extra = {name: state[key] for key, name in there.items()}
 
-    keys, report = job.ranks.agree(job.what, lambda: _compared(job, _forms(state, there), extra, state))
+    def compared() -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        forms, extra = _forms(job, state)
+        return extra, *_compared(job, forms, extra, state)
+
+    extra, keys, report = job.ranks.agree(job.what, compared)
 
     def fill() -> None:
         for part in job.held.parts:
@@ -174,12 +176,9 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
 
 def from_first_rank(job: Job, state: State | None, progress: Progress | None) -> dict[str, Any]:
     """Rank 0 sends every rank its slices, and nothing else."""
-    ranks = job.ranks
-    given = state or {}
-    there = extra_in(given, job.held.extra)
-    own = {name: given[key] for key, name in there.items()}
+    ranks, given = job.ranks, state or {}
     forms: dict[str, Form]
-    forms, extra = pickle.loads(ranks.on_first(job.what, lambda: pickle.dumps((_forms(given, there), own))))
+    forms, extra = pickle.loads(ranks.on_first(job.what, lambda: pickle.dumps(_forms(job, given))))
 
     def compared() -> tuple[dict[str, Any], list[Fill]]:
         keys, report = _compared(job, forms, extra, given)
@@ -237,8 +236,9 @@ def _with_extra(job: Job, values: Mapping[str, Any], report: dict[str, Any]) -> 
     return {**report, key: [*report[key], *(name for name in job.held.extra if name not in values)]}
 
 
-def _forms(state: State, extra: Collection[str]) -> dict[str, Form]:
-    """Without extra states."""
+def _forms(job: Job, state: State) -> tuple[dict[str, Form], dict[str, Any]]:
+    """Returns the forms of a mapping's tensors, and extra states."""
+    extra = extra_in(state, job.held.extra)
     forms: dict[str, Form] = {}
     for name in state:
         if name in extra:
@@ -249,7 +249,7 @@ def _forms(state: State, extra: Collection[str]) -> dict[str, Form]:
         if tensor.is_meta:
             raise invalid(f"the source's '{name}' is on meta, without values")
         forms[name] = Form(tuple(tensor.shape), tensor.dtype)
-    return forms
+    return forms, {name: state[key] for key, name in extra.items()}
 
 
 def _refuse_lacking(job: Job, lacking: Collection[str]) -> None:

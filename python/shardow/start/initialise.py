@@ -122,10 +122,9 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
 
 
 def _resetting(module: nn.Module, by_model: Init | None) -> Callable[[], object] | None:
-    if by_model is not None and not hasattr(module, "_reset_parameters"):
-        return functools.partial(by_model, module)
-    found = getattr(module, "_reset_parameters", None) or getattr(module, "init_weights", None)
-    return found if callable(found) else None
+    of_model = by_model and functools.partial(by_model, module)
+    ways = (getattr(module, "_reset_parameters", None), of_model, getattr(module, "init_weights", None))
+    return next((way for way in ways if callable(way)), None)
 
 
 def _reset_and_replay(

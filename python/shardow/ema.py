@@ -302,7 +302,7 @@ class EMA:
         """
 
         find = functools.partial(persistence.to_save, self._averages, "save()", max_shard_size, metadata)
-        return engine.write(find, path, self._averages.ranks, progress=progress)
+        return engine.SaveCall(find, path, self._averages.ranks, "save()", progress).write()
 
     def async_save(
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
@@ -312,7 +312,8 @@ class EMA:
         shardow.async_save(). Collective."""
 
         find = functools.partial(persistence.to_save, self._averages, "async_save()", max_shard_size, metadata)
-        return engine.write_in_background(find, path, self._averages.ranks, progress=progress)
+        call = engine.SaveCall(find, path, self._averages.ranks, "async_save()", progress)
+        return call.write_in_background()
 
     def load(
         self, path: paths.StrPath, strict: bool = True, *, verify: bool = True, options: OptionsFrom = "file",

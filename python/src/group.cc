@@ -2,10 +2,7 @@
 // (shardow.distributed.store_group.StoreGroup) moves blocks.
 #include "shardow/group.h"
 
-#include <nanobind/stl/chrono.h>
-#include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -235,9 +232,6 @@ void bind_group(nb::module_& m) {
       "rank, the bytes that all ranks' words come to, of which some may be empty; and take(total), which every rank "
       "does with those, where there is anything to do. What words() raises on one rank, and sum_up(), all raise.")
       .def(nb::init<>());
-  nb::class_<group::FromFirst, group::Comparison>(m, "FromFirst", "Takes to all ranks the bytes of rank 0.")
-      .def(nb::new_([](const nb::bytes& own) { return std::make_unique<group::FromFirst>(text_of(own)); }), "own"_a)
-      .def_prop_ro("value", [](const group::FromFirst& first) { return to_bytes(first.text); });
   nb::class_<group::EqualFacts, group::Comparison>(m, "EqualFacts", "Compares facts: (name, value, hint, set).")
       .def(nb::new_([](const std::string& call, const nb::list& facts) {
              return std::make_unique<group::EqualFacts>(call, facts_of(facts));

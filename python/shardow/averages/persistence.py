@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -80,8 +78,8 @@ def snapshot(
         _refuse_infinite(step.value.files, chosen)
         return step
 
-    write = engine.write_in_background if asynchronous else engine.write
-    saved = write(find, where / directory_of(now.step), averages.ranks, progress=progress, what=lineage.WHAT)
+    call = engine.SaveCall(find, where / directory_of(now.step), averages.ranks, lineage.WHAT, progress)
+    saved = call.write_in_background() if asynchronous else call.write()
     mine.last = now.step
     return saved
 
@@ -91,9 +89,6 @@ def _refuse_infinite(files: Sequence[engine.FileParts], dtype: torch.dtype | Non
         if lost := int((part.flat.to(dtype).isinf() & part.flat.isfinite()).sum()):
             count = f"{lost} averages of '{part.name}' are beyond the largest {dtype}"
             raise invalid(f"{lineage.WHAT}: {count}, and would be stored as infinite; give a wider dtype, as bfloat16")
-
-
-_DIRECTORY = re.compile(r"snapshot-(\d{9,})")
 
 
 class Found(NamedTuple):
@@ -111,7 +106,7 @@ class Found(NamedTuple):
 
 
 def directory_of(step: int) -> str:
-    return f"snapshot-{step:09}"
+    return paths.name_of("snapshot", step)
 
 
 class Snapshots:
@@ -143,7 +138,7 @@ class Snapshots:
     def _look(self, history: lineage.Lineage, step: int) -> bytes:
         """Returns as JSON what rank 0 sees, and the name of this run."""
         record = history.record()
-        there = [found for at in steps_in(self._directory) if (found := _found(self._directory, at))]
+        there = [found for at in paths.numbered(self._directory, "snapshot") if (found := _found(self._directory, at))]
         mine = [one.step for one in there if one.step <= step and _core.is_past(one.record, record, one.step)]
         strange = [one for one in there if one.step not in mine]
         # Those of its own run, after the state that it goes on from, may be of decays that it had then.
@@ -167,16 +162,6 @@ def _found(directory: Path, step: int) -> Found | None:
     except (StopIteration, errors.Error):
         # Neither ours nor whole: it is replaced where this run comes to its step.
         return None
-
-
-def steps_in(directory: Path) -> list[int]:
-    try:
-        found = [_DIRECTORY.fullmatch(name) for name in os.listdir(directory)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise errors.make("io", f"{directory}: {error.strerror}") from None
-    return [int(one[1]) for one in found if one and one[0] == directory_of(int(one[1]))]
 
 
 def _files(averages: Averages, state: str, metadata: Mapping[str, str], named: bool = False) -> list[engine.FileParts]:
@@ -231,7 +216,7 @@ def export(
         options = {**engine.dtype_and_limit(None, max_shard_size), "dtype": cast}
         return Step(engine.ToSave([file], options), compared)
 
-    return engine.write(find, path, ranks, progress=progress, what="export()")
+    return engine.SaveCall(find, path, ranks, "export()", progress).write()
 
 
 class Taking:
@@ -275,7 +260,7 @@ class _FileLoad(engine.Load):
     def find(self) -> tuple[str, list[str], bytes]:
         return self._where, self.taking.loading.names_at(self._where), b""
 
-    def choose(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         return [(parts, self._strict) for parts in self.taking.choose(files, self._where)]
 
     def begin(self, _: list[Report]) -> None:

@@ -133,7 +133,7 @@ def distance(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> float:
         apart, length = (math.fsum(squares) for squares in zip(*sums, strict=True))
         return struct.pack("d", math.sqrt(apart / length) if length > 0 else 0.0)
 
-    return float(struct.unpack("d", ranks.decide("distance()", struct.pack("dd", apart, length), ratio))[0])
+    return float(struct.unpack("d", ranks.combine("distance()", lambda: struct.pack("dd", apart, length), ratio))[0])
 
 
 def _owned(one: Tracked, ranks: RankGroup) -> bool:

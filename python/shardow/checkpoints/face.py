@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow.averages.state_dict import OptionsFrom
-from shardow.base.checks import instance, invalid, one_of, seconds, whole
+from shardow.base.checks import seconds, whole
 from shardow.base.progress import Progress
 from shardow.checkpoints import manifest, restoring
-from shardow.checkpoints.retention import clear, retire
-from shardow.checkpoints.saving import WHAT, Given, files_to_save, half_restored
+from shardow.checkpoints.retention import retire
+from shardow.checkpoints.saving import WHAT, Saving
 from shardow.distributed.rank_group import RankGroup, Step
 from shardow.ema import EMA
 from shardow.files import engine, paths
@@ -85,26 +85,13 @@ class Checkpoints:
         """
         ranks, step = self._ranks(), whole("step", step)
         settle(ranks.process_group)
-
-        def given() -> Given:
-            given = Given.of(WHAT, model, averages, optimizer, scheduler)
-            if model in half_restored or averages in half_restored:
-                raise invalid(f"{WHAT}: restore() of this model stopped halfway: it is a mixture; restore() it again")
-            if model is None and averages is None and state is None and not given.scheduler:
-                raise invalid(f"{WHAT}: nothing to save; give model=, averages=, optimizer=, scheduler= or state=")
-            return given
-
-        files, texts = files_to_save(step, given, {} if state is None else state, ranks)
+        asked = {"model": model, "averages": averages, "optimizer": optimizer, "scheduler": scheduler}
+        files, texts = Saving(step, asked, state, ranks).files()
         path = self.directory / manifest.directory_of(step)
-        write = engine.write_in_background if asynchronous else engine.write
-        retire = functools.partial(self._retire, step)
+        committed = functools.partial(retire, self.directory, step, self.keep, self.keep_every)
         prepared = Step(engine.ToSave(files, {"texts": texts, "commit": manifest.NAME}))
-        return write(lambda: prepared, path, ranks, committed=retire, progress=progress, what=WHAT)
-
-    def _retire(self, step: int) -> None:
-        clear(self.directory)
-        if self.keep is not None:
-            retire(self.directory, step, self.keep, self.keep_every)
+        call = engine.SaveCall(lambda: prepared, path, ranks, WHAT, progress, committed)
+        return call.write_in_background() if asynchronous else call.write()
 
     def latest(self) -> int | None:
         """The newest step that is whole, the same on all ranks; None where there is none. Warns of newer ones that are
@@ -154,22 +141,8 @@ class Checkpoints:
         """
         ranks, step = self._ranks(), None if step is None else whole("step", step)
         asked = {"model": model, "averages": averages, "optimizer": optimizer, "scheduler": scheduler}
-        skipped = {name for name, one in asked.items() if isinstance(one, str)}
-
-        def ask() -> tuple[Given, set[str], dict[str, Any]]:
-            for name in skipped:
-                one_of(name, asked[name], ("skip", "from_model") if name == "averages" else ("skip",))
-            for name, how in ({} if absent is None else instance("absent", absent, Mapping)).items():
-                if how != restoring.ABSENT.get(name):
-                    raise invalid(
-                        f"absent={{{name!r}: {how!r}}}; it may have "
-                        f"{', '.join(f'{k!r}: {v!r}' for k, v in restoring.ABSENT.items())}"
-                    )
-            named = {name: None if name in skipped else one for name, one in asked.items()}
-            facts = {"step": step, "skipped": sorted(skipped), "absent": dict(absent or {})}
-            return Given.of(restoring.WHAT, **named), skipped, {**facts, "random": random, "options": options}
-
-        state: dict[str, Any] = restoring.Restoring(self.directory, step, ask, ranks).take()
+        reading = restoring.Restoring(self.directory, step, ranks, asked, absent, random, options)
+        state: dict[str, Any] = reading.take()
         return state
 
     def __repr__(self) -> str:

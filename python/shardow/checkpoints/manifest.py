@@ -6,28 +6,26 @@ Every file beside it carries the same number of the save that wrote it, so that 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
-import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from shardow import _core, errors
 from shardow.base.checks import unsupported
+from shardow.files import paths
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "shardow.checkpoint", 1
 SAVE, STEP = "shardow.save", "shardow.step"  # in the metadata of every file
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 _PARTS = ("model", "averages", "optimizer", "scheduler")
-_DIRECTORY = re.compile(r"step-(\d{9,})")
 _CRC = "crc32"
-# A save into a directory that was there adds what its files are called now, which the engine looks up.
-_CHECKSUM = re.compile(rf', "{_CRC}": "([0-9a-f]{{8}})"(, "shardow\.files": .*)?\}}\s*$')
 
 
 @dataclass(frozen=True)
@@ -50,18 +48,20 @@ class Manifest:
 
     def text(self) -> str:
         """With a checksum of what is before it as the last key."""
-        told = json.dumps({"format": FORMAT, "version": VERSION, **vars(self)}, allow_nan=False)
-        return f'{told[:-1]}, "{_CRC}": "{zlib.crc32(told.encode()):08x}"}}'
+        values = {"format": FORMAT, "version": VERSION, **vars(self)}
+        return json.dumps({**values, _CRC: _checksum(values)})
 
-    def check(self, opened: Mapping[str, _core.Checkpoint], where: str) -> None:
-        """Raises CorruptError where a file is of another save."""
-        for name, file in opened.items():
+    def check(self, opened: Sequence[_core.Checkpoint], where: str) -> dict[str, _core.Checkpoint]:
+        """Returns the files by name. Raises CorruptError where one is of another save."""
+        by_name = dict(zip(self.files, opened, strict=True))
+        for name, file in by_name.items():
             if file.metadata.get(SAVE) != self.save:
                 step = file.metadata.get(STEP, "none of these checkpoints")
                 raise errors.make(
                     "corrupt",
                     f"{where}/{name} is of another save (of step {step}) than its {NAME}; restore another step",
                 )
+        return by_name
 
 
 def parts_of(owner: object) -> set[str]:
@@ -70,26 +70,12 @@ def parts_of(owner: object) -> set[str]:
 
 
 def directory_of(step: int) -> str:
-    return f"step-{step:09}"
+    return paths.name_of("step", step)
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Of directories with such a name, whatever is in them; the newest first."""
-    try:
-        with os.scandir(directory) as entries:
-            found = [_DIRECTORY.fullmatch(one.name) for one in entries if _is_directory(one)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise errors.make("io", f"{directory} can't be looked into: {error.strerror}", error.errno or 0) from None
-    return sorted({int(one[1]) for one in found if one and one[0] == directory_of(int(one[1]))}, reverse=True)
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself, or to what may not be looked at
-        return False
+    """Of what has such a name, whatever is in it; the newest first."""
+    return paths.numbered(directory, "step")
 
 
 def text_of(path: str | Path, inside: int | None = None) -> str | None:
@@ -119,11 +105,14 @@ def parse(text: str, where: str) -> Manifest:
     """Raises CorruptError for what is no manifest, NotImplementedError for that of a later version."""
     try:
         found = json.loads(text)
+        # What the engine calls files of a save into a directory that was there follows the checksum.
+        written = {key: found[key] for key in itertools.takewhile(lambda key: key != _CRC, found)}
+        is_as_written = found.pop(_CRC, None) in (None, _checksum(written))
         if found.pop("format") != FORMAT:
             raise ValueError("another format")
         if found.pop("version") != VERSION:
             raise unsupported(f"{where}/{NAME} is of a later version of its format; a newer shardow reads it")
-        if found.pop(_CRC, None) is not None and not _is_as_written(text):
+        if not is_as_written:
             raise ValueError(
                 f"its checksum differs, so it was changed or damaged; without its last key, {_CRC}, it is taken as it "
                 "is"
@@ -140,27 +129,21 @@ def parse(text: str, where: str) -> Manifest:
         raise errors.make("corrupt", f"{where}/{NAME} is no list of a checkpoint's parts: {error}") from None
 
 
-def _is_as_written(text: str) -> bool:
-    found = _CHECKSUM.search(text)
-    return found is not None and int(found[1], 16) == zlib.crc32(f"{text[: found.start()]}}}".encode())
+def _checksum(values: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(values, allow_nan=False).encode()):08x}"
 
 
 def _is_understood(one: Manifest) -> bool:
     def texts(values: Any) -> bool:
         return all(isinstance(value, str) for value in values)
 
-    named = [
-        *([one.model] if one.model is not None else ()),
-        *one.averages.values(),
-        *([OPTIMIZER] if one.optimizer else ()),
-        STATE,
-    ]
+    named = {one.model, *one.averages.values(), OPTIMIZER if one.optimizer else None, STATE} - {None}
     trees = one.optimizer.values()
     return (
         all(isinstance(number, int) for number in (one.step, one.world_size))
         and texts(one.files)
         and all(os.path.basename(name) == name and name.endswith(".safetensors") for name in one.files)
-        and {*named} <= {*one.files}
+        and named <= {*one.files}
         and len({*one.files}) == len(one.files)
         and all(texts(group["params"]) for tree in trees for group in tree["groups"])
         and all(isinstance(state, dict) for tree in trees for state in tree["state"].values())
@@ -189,8 +172,7 @@ def whole(directory: Path) -> Manifest | None:
     """
     found = read(directory)
     if found is not None:
-        opened = _core.Checkpoint.open_files(directory, found.files)
-        found.check(dict(zip(found.files, opened, strict=True)), str(directory))
+        found.check(_core.Checkpoint.open_files(directory, found.files), str(directory))
     return found
 
 

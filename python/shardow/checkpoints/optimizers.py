@@ -10,22 +10,28 @@ A tensor of a state is one of three, which its mark in the tree says:
 * "$part": sharded as its parameter is, of that shape; where that is a DTensor, one too
 * "$local": the same, but a plain tensor of the shape of the DTensor's local one
 * "$tensor": whole, and the same on every rank: a number of steps
+
+An optimizer that goes on from a checkpoint gets memory for its states, which the file engine fills, and takes them in.
+No step is taken for it, so no hook runs and no counter moves; memory that a state has already is used again.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from shardow import _core
 from shardow.base import plain
 from shardow.base.checks import invalid, unsupported
 from shardow.distributed.gather import Part
-from shardow.model.dtensor import region_of
+from shardow.distributed.transfers import empty
+from shardow.model.dtensor import region_of, sharded_like
+from shardow.model.dtypes import dtype_of
 from shardow.model.equal import Common, common_of
 from shardow.model.fsdp1 import FlatTensor
 from shardow.model.local import LocalTensor
@@ -70,7 +76,7 @@ def tree_of(optimizer: torch.optim.Optimizer, view: ModelView, where: str, tenso
         if not isinstance(index, int):
             raise unsupported(f"the optimizer keeps {index!r} beside its parameters' states; only those are written")
         for local in params[id(order[index])]:
-            put = functools.partial(_put, order[index], local, tensors)
+            put = partial(_put, order[index], local, tensors)
             state[local.name] = plain.encode(values, f"{where}state.{local.name}", put)
     return {"groups": groups, "state": state}
 
@@ -123,3 +129,141 @@ def stretch(param: torch.Tensor, local: FlatTensor) -> slice:
     """Of the memory that ``param`` shows: its own, or the flat parameter's."""
     begin = local.offset if param is local.handle.flat_param else 0
     return slice(begin, begin + local.region.size)
+
+
+class Wanted:
+    """Memory for a file's tensors: ``parts`` are to be read."""
+
+    def __init__(self, file: _core.Checkpoint, where: str) -> None:
+        self.parts: list[Part] = []
+        self._there, self._where = file.tensors, where
+
+    def form(self, name: str) -> tuple[list[int], torch.dtype]:
+        if name not in self._there:
+            raise invalid(f"{self._where}: '{name}' is missing")
+        dtype, shape = self._there[name]
+        return list(shape), dtype_of(name, dtype)
+
+    def read(self, name: str, memory: torch.Tensor, region: _core.Region) -> None:
+        self.parts.append(Part(name, memory.view(-1), region))
+
+    def whole(self, mark: Tree) -> torch.Tensor:
+        """As plain.decode() asks."""
+        if "$tensor" not in mark:
+            raise invalid(f"{self._where}: {next(iter(mark))} is nothing that is here")
+        shape, dtype = self.form(mark["$tensor"])
+        tensor = empty(shape, dtype)
+        self.read(mark["$tensor"], tensor, _core.Region.whole(shape))
+        return tensor
+
+
+class Resumed:
+    """An optimizer that takes in a tree. Making it changes nothing, and raises ValueError where the optimizer steps
+    other parameters.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, view: ModelView, tree: Tree, file: _core.Checkpoint, prefix: str
+    ) -> None:
+        self.wanted = Wanted(file, prefix.rstrip("."))
+        self._optimizer, self._prefix = optimizer, prefix
+        self._equal: list[tuple[str, Tree, str, Tree]] = []
+        self._state: dict[int, Tree] = {}
+        params = parameters(optimizer, view)
+        named = [[local.name for p in group["params"] for local in params[id(p)]] for group in optimizer.param_groups]
+        self._groups = [
+            plain.decode(
+                {key: value for key, value in _group(i, names, tree["groups"]).items() if key != "params"},
+                self.wanted.whole,
+            )
+            for i, names in enumerate(named)
+        ]
+        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            locals_ = [one for one in params[id(p)] if one.name in tree["state"]]
+            if not locals_ or (isinstance(locals_[0], FlatTensor) and not p.numel()):  # of which other ranks have all
+                continue
+            tensor = partial(self._tensor, p, {})
+            found = [(one.name, plain.decode(tree["state"][one.name], partial(tensor, one))) for one in locals_]
+            self._state[index] = found[0][1]
+            self._equal += [(*found[0], *one) for one in found[1:]]
+
+    def _tensor(self, param: torch.Tensor, known: dict[str, torch.Tensor], local: LocalTensor, mark: Tree) -> Any:
+        """Returns a tensor of a parameter's state, as plain.decode() asks. ``known``: those that there are, by key:
+        several are read into that of a flat parameter."""
+        ((kind, name),) = mark.items()
+        if kind not in ("$part", "$local"):
+            return self.wanted.whole(mark)
+        key = name.removeprefix(f"{self._prefix}state.{local.name}.")
+        if key not in known:
+            known[key] = self._memory(param, key, self.wanted.form(name)[1])
+        memory = known[key]
+        part = memory.view(-1)[stretch(param, local)] if isinstance(local, FlatTensor) else memory
+        self.wanted.read(name, part, local.region)
+        return sharded_like(param, memory) if isinstance(param, DTensor) and kind == "$part" else memory
+
+    def _memory(self, param: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the memory that a state has already where it will do, else new memory."""
+        like, before = (
+            value._local_tensor if isinstance(value, DTensor) else value
+            for value in (param.detach(), self._optimizer.state.get(param, {}).get(key))
+        )
+        form = (like.shape, dtype, like.device)
+        if isinstance(before, torch.Tensor) and (before.shape, before.dtype, before.device) == form:
+            return before.detach().contiguous()
+        return empty(like.shape, dtype, like.device).zero_()  # with what is padding of a flat parameter
+
+    def check(self) -> None:
+        """After reading. Raises where one flat parameter here was several, with other numbers of steps."""
+        for name, one, other_name, other in self._equal:
+            key = next((key for key in one if not _same(one[key], other.get(key))), None)
+            if key is not None:
+                raise invalid(
+                    f"'{name}' and '{other_name}' are parts of one flat parameter here, and their {key!r} differed "
+                    "there; wrap with use_orig_params=True"
+                )
+
+    def put(self) -> None:
+        """Local."""
+        groups: list[Tree] = []
+        at = 0
+        for options, own in zip(self._groups, self._optimizer.param_groups, strict=True):
+            params = range(at, at := at + len(own["params"]))  # torch looks for each parameter in it
+            names = {"param_names": own["param_names"]} if "param_names" in own else {}
+            groups.append({**own, **options, **names, "params": params})
+        self._optimizer.load_state_dict({"state": self._state, "param_groups": groups})
+        order = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for index, state in self._state.items():
+            now = self._optimizer.state[order[index]]
+            for key in (state.keys() & now.keys()) - {"step"}:
+                now[key] = tree_map(_uncast, state[key], now[key])
+
+
+def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
+    """The group there that has these parameters; one without any is found by its number."""
+    if not names:
+        return there[number] if number < len(there) else {}
+    found = [one for one in there if not set(names).isdisjoint(one["params"])]
+    new = sorted(set(names).difference(*(one["params"] for one in found)))
+    if new or len(found) > 1:
+        why = f"'{new[0]}' was in none" if new else f"those with '{names[0]}' were {len(found)} groups"
+        raise invalid(
+            f"group {number} of the optimizer is not one of those that were saved: {why}. Make the groups as they "
+            "were, or begin with new "
+            'states: optimizer="skip"'
+        )
+    return found[0]
+
+
+def _uncast(value: Any, cast: Any) -> Any:
+    """What torch's load_state_dict() cast to the parameter's device, and to its dtype: the dtype is what it was, and so
+    is a text.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    return cast if cast.dtype == value.dtype else value.to(cast.device)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or torch.equal(one, other)
+    return bool(one == other)

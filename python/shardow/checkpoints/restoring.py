@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,20 @@ import torch
 
 from shardow import _core, errors
 from shardow.averages.persistence import Taking
-from shardow.averages.state_dict import saved_keys
+from shardow.averages.state_dict import OptionsFrom, saved_keys
 from shardow.base import plain
-from shardow.base.checks import invalid, warn
-from shardow.checkpoints import generators, manifest
+from shardow.base.checks import instance, invalid, one_of, warn
+from shardow.checkpoints import manifest
 from shardow.checkpoints.manifest import Manifest
-from shardow.checkpoints.resumed import Resumed, Wanted
-from shardow.checkpoints.saving import Given, half_restored, prefix
+from shardow.checkpoints.optimizers import Resumed, Wanted
+from shardow.checkpoints.saving import Given, give_random, half_restored, prefix
 from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import Comparison, RankGroup, equal_facts
 from shardow.distributed.transfers import empty
 from shardow.files import engine
 from shardow.model.extra_state import FromFile
 from shardow.model.match import matched
-from shardow.model.parts import Held, held_by
+from shardow.model.parts import held_by
 from shardow.model.swap_guard import refuse_foreign
 
 WHAT = "Checkpoints.restore()"
@@ -69,19 +69,32 @@ def check_parts(
 
 
 class Restoring(engine.Load):
-    """restore() of one rank: everything is compared on all ranks before anything changes. ``ask()`` returns what is
-    given, the parts that are skipped, and what must be equal on all ranks; it may raise."""
+    """restore() of one rank: everything is compared on all ranks before anything changes. ``asked``: what the call was
+    given, by the parts' names, or how a part is left."""
 
     def __init__(
-        self, root: Path, step: int | None, ask: Callable[[], tuple[Given, set[str], dict[str, Any]]], ranks: RankGroup
-    ) -> None:
-        self._root, self._step, self._ask, self._ranks = root, step, ask, ranks
+        self, root: Path, step: int | None, ranks: RankGroup, asked: Mapping[str, Any],
+        absent: Mapping[str, str] | None, random: bool, options: OptionsFrom,
+    ) -> None:  # fmt: skip
+        self._root, self._step, self._ranks, self._asked = root, step, ranks, asked
+        self._absent, self._random_too, self._options = absent, random, options
         self._missing: Exception | None = None
         self._has_begun = False
 
     def look(self) -> list[Comparison]:
-        self._given, self._skipped, self._facts = self._ask()
-        return [equal_facts(WHAT, {"directory": str(self._root), **self._facts}, self._ranks)]
+        self._skipped = {name for name, given in self._asked.items() if isinstance(given, str)}
+        for name in self._skipped:
+            one_of(name, self._asked[name], ("skip", "from_model") if name == "averages" else ("skip",))
+        absent = self._absent = dict({} if self._absent is None else instance("absent", self._absent, Mapping))
+        for name, how in absent.items():
+            if how != ABSENT.get(name):
+                ways = ", ".join(f"{name!r}: {way!r}" for name, way in ABSENT.items())
+                raise invalid(f"absent={{{name!r}: {how!r}}}; it may have {ways}")
+        named = {name: None if name in self._skipped else given for name, given in self._asked.items()}
+        self._given = Given.of(WHAT, **named)
+        facts = {"directory": str(self._root), "step": self._step, "skipped": sorted(self._skipped), "absent": absent}
+        facts |= {"random": self._random_too, "options": self._options}
+        return [equal_facts(WHAT, facts, self._ranks)]
 
     def find(self) -> tuple[str, list[str], bytes]:
         root, step = self._root, self._step
@@ -92,16 +105,33 @@ class Restoring(engine.Load):
             self._missing = manifest.missing(root, step)
         raise self._missing
 
-    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         one = self._one = manifest.parse(words.decode(), str(self._root))
         where = str(self._root / manifest.directory_of(one.step))
-        self._files = dict(zip(one.files, files, strict=True))
-        one.check(self._files, where)
+        self._files = one.check(files, where)
         self._taking: Taking | None = None
-        self._held: Held | None = None
         self._optimizers: list[Resumed] = []
         self._wanted: dict[str, tuple[list[Part], bool]] = {}
-        self._look(check_parts(one, self._given, self._skipped, self._facts["absent"], where), where)
+        self._parts = check_parts(one, self._given, self._skipped, self._absent or {}, where)
+        self._say_other_kinds(where)
+        small = Wanted(self._files[manifest.STATE], "the state")
+        self.state = plain.decode(one.state, small.whole, f"{where}: state")
+        if self._given.model is not None and self._parts & {"model", "optimizer"}:
+            self._held = held_by(self._given.model, self._ranks.process_group, saving=False)
+            assert self._held.view is not None
+            self._view = self._held.view
+        if "model" in self._parts:
+            self._look_at_model(where)
+        if "averages" in self._parts:
+            self._look_at_averages(where)
+        if "optimizer" in self._parts:
+            self._look_at_optimizers(where)
+        if "scheduler" in self._parts:
+            _same_names("scheduler", self._given.scheduler, one.scheduler, where)
+        trees = one.scheduler if "scheduler" in self._parts else {}
+        self._scheduler = {name: plain.decode(trees[name], small.whole, f"{where}: a scheduler") for name in trees}
+        self._random = self._row(small)
+        self._wanted[manifest.STATE] = small.parts, False
         return [self._wanted.get(name, ([], False)) for name in one.files]
 
     def begin(self, _: list[dict[str, Any]]) -> None:
@@ -112,7 +142,7 @@ class Restoring(engine.Load):
             self._kept.enter_context(self._given.averages._averages.or_as_before())
             self._taking.loading.begin(self._given.averages._averages.ranks.rank)
 
-    def end(self) -> None:
+    def has_read(self) -> None:
         for one in self._optimizers:
             one.check()
 
@@ -124,7 +154,7 @@ class Restoring(engine.Load):
         averages = self._given.averages
         if averages is not None and self._taking is None:
             averages.reset()
-        if self._facts["random"]:
+        if self._random_too:
             self._give_random()
         half_restored.difference_update(self._filled())
         return self.state
@@ -145,49 +175,28 @@ class Restoring(engine.Load):
 
     def _give_random(self) -> None:
         if self._random is not None:
-            generators.give(bytes(self._random.tolist()))
+            give_random(bytes(self._random.tolist()))
         elif self._ranks.rank == 0:
             warn(
                 f"{WHAT}: random generators were those of {self._one.world_size} ranks, and there are "
                 f"{self._ranks.size}: they stay as they are; random=False says so"
             )
 
-    def _look(self, parts: set[str], where: str) -> None:
-        self._parts = parts
-        self._say_other_kinds(where)
-        small = self._small = Wanted(self._files[manifest.STATE], "the state")
-        self.state = plain.decode(self._one.state, small.whole, f"{where}: state")
-        if "model" in self._parts:
-            self._look_at_model(where)
-        if "averages" in self._parts:
-            self._look_at_averages(where)
-        if "optimizer" in self._parts:
-            self._look_at_optimizers(where)
-        if "scheduler" in self._parts:
-            _same_names("scheduler", self._given.scheduler, self._one.scheduler, where)
-        trees = self._one.scheduler if "scheduler" in self._parts else {}
-        self._scheduler = {name: plain.decode(trees[name], small.whole, f"{where}: a scheduler") for name in trees}
-        self._random = self._row()
-        self._wanted[manifest.STATE] = small.parts, False
-
     def _look_at_averages(self, where: str) -> None:
         assert self._given.averages is not None
         averages, files = self._given.averages._averages, self._one.averages
         averages.swap.refuse("restore()")
-        keys = saved_keys(averages, list(files), self._facts["options"], where)
-        self._taking = Taking(averages, self._facts["options"])
+        keys = saved_keys(averages, list(files), self._options, where)
+        self._taking = Taking(averages, self._options)
         for key, parts in zip(keys, self._taking.choose([self._files[files[key]] for key in keys], where), strict=True):
             self._wanted[files[key]] = parts, True
 
     def _look_at_optimizers(self, where: str) -> None:
         _same_names("optimizer", self._given.optimizer, self._one.optimizer, where)
-        assert self._given.model is not None
-        held = self._held or held_by(self._given.model, self._ranks.process_group, saving=False)
-        assert held.view is not None
         file = self._files[manifest.OPTIMIZER]
         for name, one in self._given.optimizer.items():
             tree = self._one.optimizer[name]
-            self._optimizers.append(Resumed(one, held.view, tree, file, prefix("optimizer", name)))
+            self._optimizers.append(Resumed(one, self._view, tree, file, prefix("optimizer", name)))
         self._wanted[manifest.OPTIMIZER] = [part for one in self._optimizers for part in one.wanted.parts], True
 
     def _say_other_kinds(self, where: str) -> None:
@@ -202,12 +211,9 @@ class Restoring(engine.Load):
                     )
 
     def _look_at_model(self, where: str) -> None:
-        assert self._given.model is not None
-        file = self._files[manifest.MODEL]
-        held = self._held = held_by(self._given.model, self._ranks.process_group, saving=False)
+        file, held = self._files[manifest.MODEL], self._held
         refuse_foreign(WHAT, held.memory)
-        assert held.view is not None
-        self._given.refuse_strangers(WHAT, held.view)
+        self._given.refuse_strangers(WHAT, self._view)
         keys = matched(held, file.tensors.keys(), where)
         self._extra = FromFile(held.extra, file)
         if other := sorted({*held.extra} ^ {*self._extra.values, *self._extra.unexpected}):
@@ -215,19 +221,18 @@ class Restoring(engine.Load):
         parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts]
         self._wanted[manifest.MODEL] = [*parts, *self._extra.parts], True
 
-    def _row(self) -> torch.Tensor | None:
+    def _row(self, small: Wanted) -> torch.Tensor | None:
         """Of the random generators of this rank; None where other ranks saved them."""
         if self._one.world_size != self._ranks.size:
             return None
-        (ranks, length), _ = self._small.form("random")
+        (ranks, length), _ = small.form("random")
         row = empty([length], torch.uint8)
         region = _core.Region.grid([ranks, length], [[(self._ranks.rank, self._ranks.rank + 1)], [(0, length)]])
-        self._small.read("random", row, region)
+        small.read("random", row, region)
         return row
 
     def _put(self) -> None:
-        self._small.put_back()
-        if self._held is not None:
+        if "model" in self._parts:
             self._held.filled = self._extra.values
             self._held.put_back()
         for one in self._optimizers:

@@ -21,18 +21,21 @@ from shardow.checkpoints import manifest
 _LEFT = re.compile(r"\.(step-\d{9,})\.([0-9a-f]{16}|lock)\.tmp")  # beside a step, while it is saved
 
 
-def clear(directory: Path) -> None:
+def _clear(directory: Path) -> None:
     """What saves left whose processes died: their steps may never be saved again. Raises nothing."""
     with contextlib.suppress(OSError):
         for step in sorted({found[1] for found in map(_LEFT.fullmatch, os.listdir(directory)) if found}):
             _core.clear_dead_saves(directory / step)
 
 
-def retire(directory: Path, just_saved: int, keep: int, keep_every: int | None) -> None:
-    """Removes steps that are older than the newest ``keep`` whole ones, but for ``just_saved`` and multiples of
-    ``keep_every``.
+def retire(directory: Path, just_saved: int, keep: int | None, keep_every: int | None) -> None:
+    """Removes what dead saves left, and steps that are older than the newest ``keep`` whole ones, but for
+    ``just_saved`` and multiples of ``keep_every``. ``keep`` None: all stay.
 
     Of one rank. Raises nothing: a checkpoint was saved, whatever becomes of old ones."""
+    _clear(directory)
+    if keep is None:
+        return
     try:
         kept = 0
         for step in manifest.steps_in(directory):

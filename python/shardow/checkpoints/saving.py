@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import secrets
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +27,10 @@ from shardow.averages.core import Averages
 from shardow.averages.persistence import common_beside, to_save_beside
 from shardow.base import plain
 from shardow.base.checks import instance, invalid
-from shardow.checkpoints import generators, manifest
+from shardow.checkpoints import manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import Comparison, RankGroup, Step, equal_facts
+from shardow.distributed.rank_group import Combined, RankGroup, Step, equal_facts
 from shardow.ema import EMA
 from shardow.files.engine import FileParts, with_extra
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
@@ -99,153 +101,105 @@ def prefix(kind: str, name: str) -> str:
     return {"optimizer": f"{name}." if name else "", "scheduler": f"scheduler.{name}" if name else "scheduler"}[kind]
 
 
-@dataclass
-class _Mine:
-    """What this rank holds."""
+class Saving:
+    """A step that this rank saves with others. ``asked``: what the call was given, by the parts' names."""
 
-    held: Held | None
-    optimizer: Tensors
-    trees: Tree
-    values: Tensors
-    scheduler: Tree
-    state: Any
-    random: bytes
+    def __init__(self, step: int, asked: Mapping[str, Any], state: Mapping[str, Any] | None, ranks: RankGroup) -> None:
+        self._step, self._asked, self._state, self._ranks = step, asked, state, ranks
+        self._held: Held | None = None
+        self._optimizer, self._values = Tensors(), Tensors()
 
-
-@torch.no_grad()
-def files_to_save(
-    step: int, asked: Callable[[], Given], state: Mapping[str, Any], ranks: RankGroup
-) -> tuple[list[FileParts], dict[str, str]]:
-    """(files, texts) of a step. ``asked()``: what the call was given; may raise. Collective."""
-
-    def look() -> Step[tuple[Given, _Mine, _Longest, _Trees, _core.EqualStates | None]]:  # (1)
-        given = asked()
-        mine = _look(given, state, ranks)
+    def _look(self) -> Step[None]:  # (1)
+        ranks, given = self._ranks, Given.of(WHAT, **self._asked)
+        self._given, self._trees = given, {}
+        if given.model in half_restored or given.averages in half_restored:
+            raise invalid(f"{WHAT}: restore() of this model stopped halfway: it is a mixture; restore() it again")
+        if given.model is None and given.averages is None and self._state is None and not given.scheduler:
+            raise invalid(f"{WHAT}: nothing to save; give model=, averages=, optimizer=, scheduler= or state=")
+        if given.model is not None:
+            held = self._held = held_by(given.model, ranks.process_group, saving=True)
+            refuse_foreign(WHAT, held.memory, instead="")
+            assert held.view is not None
+            given.refuse_strangers(WHAT, held.view)
+            for name, optimizer in given.optimizer.items():
+                self._trees[name] = tree_of(optimizer, held.view, prefix("optimizer", name), self._optimizer)
+        self._scheduler = {
+            name: plain.encode(scheduler.state_dict(), prefix("scheduler", name), self._values.whole)
+            for name, scheduler in given.scheduler.items()
+        }
+        state = {} if self._state is None else self._state
+        if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
+            raise invalid("state= is a dict of values by their names")
+        self._encoded = plain.encode(dict(state), "state", self._values.whole)
+        self._random = random_states()
         own = None if given.averages is None else given.averages._averages
         averages = own if own is not None and own.ranks.group is ranks.group else None
-        keys = [] if own is None else list(own.keys)
-        copies = equal_copies(WHAT, _common(mine, averages), ranks)
-        facts = equal_facts(WHAT, _facts(step, mine, keys), ranks)
-        longest, trees = _Longest(mine.random), _Trees(mine.trees, ranks)
-        states = None if averages is None else averages.states(WHAT, {})
-        compared = [copies, facts, longest, trees, *([states] if states else [])]
-        return Step((given, mine, longest, trees, states), compared)
+        copies = equal_copies(WHAT, self._common(averages), ranks)
+        facts = equal_facts(WHAT, self._facts([] if own is None else list(own.keys)), ranks)
+        self._longest = Combined(b"%d" % len(self._random), lambda by_rank: max(by_rank, key=int))
+        digest = hashlib.sha256(json.dumps(self._trees, sort_keys=True).encode()).digest()
+        self._other_trees = Combined(digest, lambda by_rank: b"other" if len(set(by_rank)) > 1 else b"")
+        self._states = None if averages is None else averages.states(WHAT, {})
+        compared = [copies, facts, self._longest, self._other_trees]
+        return Step(None, compared if self._states is None else [*compared, self._states])
 
-    given, found, longest, joined, states = ranks.step(WHAT, look)
-    length, trees = longest.length, joined.trees
-    save = secrets.token_hex(8)
-    metadata = {manifest.SAVE: save, manifest.STEP: str(step)}
-    averages = {}  # (2)
-    if given.averages is not None:
-        state_of_all = None if states is None else states.state
-        averages = to_save_beside(given.averages._averages, WHAT, metadata, ranks, state_of_all)
-    row = torch.frombuffer(bytearray(found.random.ljust(length)), dtype=torch.uint8)
-    region = _core.Region.grid([ranks.size, length], [[(ranks.rank, ranks.rank + 1)], [(0, length)]])
-    files = []
-    if found.held is not None:
-        extra = found.held.extra if ranks.rank == 0 else {}
-        files.append(with_extra(manifest.MODEL, found.held.parts, extra, metadata))
-    files += averages.values()
-    if given.optimizer:
-        files.append(FileParts(manifest.OPTIMIZER, found.optimizer.parts, metadata))
-    files.append(FileParts(manifest.STATE, [*found.values.parts, Part(_RANDOM, row, region)], metadata))
-    model = manifest.MODEL if given.model is not None else None
-    names, keys = [file.name for file in files], {key: file.name for key, file in averages.items()}
-    written = manifest.Manifest(
-        step, save, ranks.size, names, model, keys, trees, found.scheduler, found.state, given.kinds()
-    )
-    return files, {manifest.NAME: written.text()} if ranks.rank == 0 else {}
+    @torch.no_grad()
+    def files(self) -> tuple[list[FileParts], dict[str, str]]:
+        """Returns (files, texts) of the step. Collective."""
+        ranks = self._ranks
+        ranks.step(WHAT, self._look)
+        given, save = self._given, secrets.token_hex(8)
+        metadata = {manifest.SAVE: save, manifest.STEP: str(self._step)}
+        averages = {}  # (2)
+        if given.averages is not None:
+            state_of_all = None if self._states is None else self._states.state
+            averages = to_save_beside(given.averages._averages, WHAT, metadata, ranks, state_of_all)
+        if self._other_trees.total:  # (3)
+            own = json.dumps(self._trees).encode()
+            self._trees = json.loads(ranks.decide_each(WHAT, own, self._joined) or b"{}")
+        length = int(self._longest.total)
+        row = torch.frombuffer(bytearray(self._random.ljust(length)), dtype=torch.uint8)
+        region = _core.Region.grid([ranks.size, length], [[(ranks.rank, ranks.rank + 1)], [(0, length)]])
+        files = []
+        if self._held is not None:
+            extra = self._held.extra if ranks.rank == 0 else {}
+            files.append(with_extra(manifest.MODEL, self._held.parts, extra, metadata))
+        files += averages.values()
+        if given.optimizer:
+            files.append(FileParts(manifest.OPTIMIZER, self._optimizer.parts, metadata))
+        files.append(FileParts(manifest.STATE, [*self._values.parts, Part(_RANDOM, row, region)], metadata))
+        model = manifest.MODEL if given.model is not None else None
+        names, keys = [file.name for file in files], {key: file.name for key, file in averages.items()}
+        written = manifest.Manifest(
+            self._step, save, ranks.size, names, model, keys, self._trees, self._scheduler, self._encoded, given.kinds()
+        )
+        return files, {manifest.NAME: written.text()} if ranks.rank == 0 else {}
 
+    def _common(self, averages: Averages | None) -> list[Common | None]:
+        held = self._held.view.parameters if self._held is not None and self._held.view is not None else []
+        weights = [weight for weight in map(common_of, held) if weight is not None]
+        once = {weight.tensor.data_ptr() for weight in weights}  # replicas' averages follow them, compared by them
+        common = [] if averages is None else common_beside(averages, WHAT)
+        more = [copy for copy in common if copy is not None and copy.tensor.data_ptr() not in once]
+        return [*weights, *self._optimizer.common, *self._values.common, *more]
 
-def _look(given: Given, state: Mapping[str, Any], ranks: RankGroup) -> _Mine:
-    held = None if given.model is None else held_by(given.model, ranks.process_group, saving=True)
-    optimizer, values = Tensors(), Tensors()
-    trees = {}
-    if held is not None:
-        refuse_foreign(WHAT, held.memory, instead="")
-        assert held.view is not None
-        given.refuse_strangers(WHAT, held.view)
-        for name, one in given.optimizer.items():
-            trees[name] = tree_of(one, held.view, prefix("optimizer", name), optimizer)
-    scheduler = {
-        name: plain.encode(one.state_dict(), prefix("scheduler", name), values.whole)
-        for name, one in given.scheduler.items()
-    }
-    if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
-        raise invalid("state= is a dict of values by their names")
-    return _Mine(
-        held, optimizer, trees, values, scheduler, plain.encode(dict(state), "state", values.whole), generators.states()
-    )
-
-
-def _common(mine: _Mine, averages: Averages | None) -> list[Common | None]:
-    held = mine.held.view.parameters if mine.held is not None and mine.held.view is not None else []
-    weights = [weight for weight in map(common_of, held) if weight is not None]
-    once = {weight.tensor.data_ptr() for weight in weights}  # replicas' averages follow them, and are compared by them
-    common = [] if averages is None else common_beside(averages, WHAT)
-    more = [copy for copy in common if copy is not None and copy.tensor.data_ptr() not in once]
-    return [*weights, *mine.optimizer.common, *mine.values.common, *more]
-
-
-class _Longest(Comparison):
-    """Finds the length of the longest random state."""
-
-    def __init__(self, random: bytes) -> None:
-        super().__init__()
-        self.length = len(random)
-
-    def words(self) -> bytes:
-        return b"%d" % self.length
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return max(by_rank, key=int)
-
-    def take(self, total: bytes) -> None:
-        self.length = int(total)
-
-
-class _Trees(Comparison):
-    """(3): joins the trees of optimizers on rank 0, where they differ."""
-
-    def __init__(self, trees: Tree, ranks: RankGroup) -> None:
-        super().__init__()
-        self.trees, self._ranks = trees, ranks
-
-    def words(self) -> bytes:
-        return _digest(self.trees)
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return b"!" if len(set(by_rank)) > 1 else b""
-
-    def take(self, total: bytes) -> None:
-        if total:
-            own = json.dumps(self.trees).encode()
-            self.trees = json.loads(self._ranks.decide_each(WHAT, own, self._joined) or b"{}")
+    def _facts(self, averages: list[str]) -> dict[str, Any]:
+        """Returns what must be equal on all ranks, as the message names it where it is not."""
+        facts = {
+            "step": self._step,
+            "model=": self._held is not None,
+            "averages=": averages,
+            "optimizer=": list(self._trees),
+            "scheduler=": list(self._scheduler),
+        }
+        schedulers = {f"scheduler {name}".strip(): tree for name, tree in self._scheduler.items()}
+        for name, tree in {"state": self._encoded, **schedulers}.items():
+            inner = tree if isinstance(tree, dict) else {"": tree}
+            facts |= {f"{name}[{key!r}]": json.dumps(value) for key, value in inner.items()}
+        return facts
 
     def _joined(self, by_rank: list[bytes]) -> list[bytes]:
         return [json.dumps(_join(map(json.loads, by_rank))).encode(), *[b""] * (self._ranks.size - 1)]
-
-
-def _facts(step: int, mine: _Mine, averages: list[str]) -> dict[str, Any]:
-    """What must be equal on all ranks, in words for the message where it is not."""
-    facts = {
-        "step": step,
-        "model=": mine.held is not None,
-        "averages=": averages,
-        "optimizer=": list(mine.trees),
-        "scheduler=": list(mine.scheduler),
-    }
-    for name, tree in {
-        "state": mine.state,
-        **{f"scheduler {name}".strip(): tree for name, tree in mine.scheduler.items()},
-    }.items():
-        inner = tree if isinstance(tree, dict) else {"": tree}
-        facts |= {f"{name}[{key!r}]": json.dumps(value) for key, value in inner.items()}
-    return facts
-
-
-def _digest(values: Any) -> bytes:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
 
 
 def _join(by_rank: Iterable[Tree]) -> Tree:
@@ -276,3 +230,43 @@ def _join_group(groups: list[Tree], i: int, group: Tree, rank: int) -> None:
             )
     known = set(groups[i]["params"])
     groups[i]["params"] += [param for param in group["params"] if param not in known]
+
+
+def random_states() -> bytes:
+    """Returns the random generators of this rank as JSON, which plain.decode() reads: Python's, numpy's where it is
+    imported, torch's on the CPU and on CUDA devices.
+    """
+    found: dict[str, Any] = {"python": random.getstate(), "torch": _bytes(torch.get_rng_state())}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state = numpy.random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":
+            found["numpy"] = {
+                **state,
+                "state": {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])},
+            }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = [_bytes(one) for one in torch.cuda.get_rng_state_all()]
+    return json.dumps(plain.encode(found, "random generators"), separators=(",", ":")).encode()
+
+
+def give_random(states: bytes) -> None:
+    """Random generators go on as they were. What was not there then, or is not here now, stays as it is."""
+    found = plain.decode(json.loads(states))
+    random.setstate(found["python"])
+    torch.set_rng_state(_tensor(found["torch"]))
+    if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
+        state = found["numpy"]
+        numpy.random.set_state(
+            {**state, "state": {**state["state"], "key": numpy.array(state["state"]["key"], dtype=numpy.uint32)}}
+        )
+    if torch.cuda.is_available():
+        for device, one in zip(range(torch.cuda.device_count()), found.get("cuda", ()), strict=False):
+            torch.cuda.set_rng_state(_tensor(one), device)
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return bytes(state.tolist())
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.tensor(list(state), dtype=torch.uint8, device="cpu")

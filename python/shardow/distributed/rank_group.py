@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from shardow.distributed.transfers import begun, broadcast, carrier, default_tim
 
 T = TypeVar("T")
 Comparison = _core.Comparison
+Join = Callable[[list[bytes]], bytes]
 
 _NOTHING = "-"  # no note: where a key is not there, a store answers what it is compared with
 
@@ -43,7 +45,7 @@ class RankGroup:
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         #: Seconds; no clock holds every number.
         self.timeout = min(timeout if timeout is not None else default_timeout(process_group), 10.0 * 365 * 86400)
-        self._joined: tuple[str, _core.FromFirst] | None = None
+        self._joined: tuple[str, Combined] | None = None
 
     @property
     def rounds(self) -> int:
@@ -76,37 +78,35 @@ class RankGroup:
         number = 0
         if isinstance(self.group, StoreGroup):
             number = self.group.joined = self.group.joined + 1
-        self._joined = thing, _core.FromFirst(str(number).encode())
+        self._joined = thing, Combined(str(number).encode())
         return self._joined[1]
 
     @property
     def _whose(self) -> str:
-        if self._joined is None:
-            return ""
-        thing, number = self._joined
-        return f" of {thing} {number.value.decode()}"
+        return f" of {self._joined[0]} {self._joined[1].total.decode()}" if self._joined else ""
 
     def gather(self, what: str, mine: bytes, patience: float = math.inf) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
         same error at once."""
         return self.verb(what, lambda: self.group.all_gather(mine, min(patience, self.timeout)))
 
+    def combine(self, what: str, own: Callable[[], bytes], join: Join = itemgetter(0)) -> bytes:
+        """Returns what ``join()`` makes, on one rank, of what ``own()`` returns on each, by default rank 0's. What
+        either raises is raised on all. Costs a rank the same however many there are."""
+
+        def prepare() -> Step[Combined]:
+            combined = Combined(own(), join)
+            return Step(combined, [combined])
+
+        return self.step(what, prepare).total
+
     def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
         """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
-
-        def prepare() -> Step[_core.FromFirst]:
-            first = _core.FromFirst(step() if self.rank == 0 else b"")
-            return Step(first, [first])
-
-        return self.step(what, prepare).value
-
-    def decide(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], bytes]) -> bytes:
-        """What ``weigh()`` makes of every rank's bytes on one of them, for all; empty where no rank has any. What it
-        raises is raised on all. Costs a rank the same however many there are."""
-        return self.verb(what, lambda: self.group.decide(mine, lambda by_rank: (weigh(by_rank), ()), self.timeout)[0])
+        return self.combine(what, lambda: step() if self.rank == 0 else b"")
 
     def decide_each(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        """decide(), where ``weigh()`` makes bytes for each rank: this rank's."""
+        """Returns this rank's of the bytes that ``weigh()`` makes for each, on one rank, of every rank's. What it
+        raises is raised on all."""
         return self.verb(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
 
     def broadcast(
@@ -192,3 +192,21 @@ def listed(facts: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         else:
             each.append((fact, repr(value), "", ""))
     return each
+
+
+class Combined(Comparison):
+    """Makes one text of those of all ranks: ``join()`` does, on one rank, and what it raises is raised on all. Each has
+    it as ``total`` when the step is done."""
+
+    def __init__(self, own: bytes, join: Join = itemgetter(0)) -> None:
+        super().__init__()
+        self.total, self._join = own, join
+
+    def words(self) -> bytes:
+        return self.total
+
+    def sum_up(self, by_rank: list[bytes]) -> bytes:
+        return self._join(by_rank)
+
+    def take(self, total: bytes) -> None:
+        self.total = total

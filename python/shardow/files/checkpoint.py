@@ -61,7 +61,7 @@ def save(
     """
     looking = Looking("save()", state, group, timeout)
     find = functools.partial(_to_save, looking, dtype, max_shard_size, metadata)
-    return engine.write(find, path, looking.ranks, progress=progress)
+    return engine.SaveCall(find, path, looking.ranks, "save()", progress).write()
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def async_save(
     """
     looking = Looking("async_save()", state, group, timeout)
     find = functools.partial(_to_save, looking, dtype, max_shard_size, metadata)
-    return engine.write_in_background(find, path, looking.ranks, progress=progress)
+    return engine.SaveCall(find, path, looking.ranks, "async_save()", progress).write_in_background()
 
 
 @torch.no_grad()

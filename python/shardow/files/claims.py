@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardow import _core, errors
 from shardow.base.checks import invalid, warn
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import Comparison, RankGroup
+from shardow.distributed.rank_group import Combined, RankGroup
 from shardow.distributed.store_group import ANSWER, store_group
 
 KEY = "shardow.part"
@@ -28,39 +28,33 @@ _jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictio
 _saved: set[tuple[str, str, str]] = set()  # path, claimant (job and ranks) and digest of this process's saves
 
 
-class Claim(Comparison):
+class Claim:
     """A save by some ranks of a job to a path. ``names``: of its files, empty where the engine names them. Raises
     ValueError on all ranks where other ranks of the job have saved other tensors there."""
 
     def __init__(self, path: str, names: Sequence[str], parts: Iterable[Part], ranks: RankGroup) -> None:
-        super().__init__()
         self._path, self._names, self._ranks = path, names, ranks
         self._tensors = sorted({(part.name, tuple(part.region.shape)) for part in parts})
+        own = hashlib.sha256(json.dumps(self._tensors).encode()).digest()
+        #: Of all ranks' tensors, when they have compared it.
+        self.digest = Combined(own, lambda by_rank: hashlib.sha256(b"".join(sorted(set(by_rank)))).hexdigest().encode())
         group = ranks.process_group
         self._members = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         self._place = os.path.realpath(path)
-        self._digest, self._job = "", ""
-        self.metadata: dict[str, str] = {}  # of the save
+        self._job = ""
 
     @staticmethod
     def is_needed(ranks: RankGroup) -> bool:
         return dist.is_initialized() and ranks.size < dist.get_world_size()
 
-    def words(self) -> bytes:
-        return hashlib.sha256(json.dumps(self._tensors).encode()).digest()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
-        return hashlib.sha256(b"".join(sorted(set(by_rank)))).hexdigest().encode()
-
-    def take(self, digest: bytes) -> None:
-        """Collective, one round."""
-        self._digest = digest.decode()
+    def metadata(self) -> dict[str, str]:
+        """Returns what the files say of the save, when ranks have compared the digest. Collective, one round."""
         first = self._ranks.on_first("save()", lambda: json.dumps([self._refusal(), self._job]).encode())
         refusal, self._job = json.loads(first)
         if refusal:
             raise invalid(refusal)
-        if self._job:
-            self.metadata = {KEY: json.dumps({"job": self._job, "ranks": self._members, "digest": self._digest})}
+        claim = {"job": self._job, "ranks": self._members, "digest": self.digest.total.decode()}
+        return {KEY: json.dumps(claim)} if self._job else {}
 
     def check(self) -> None:
         """Raises where other ranks have claimed the path meanwhile. Of rank 0."""
@@ -69,13 +63,14 @@ class Claim(Comparison):
 
     def _refusal(self) -> str:
         self._job = self._job or _job(self._path, min(ANSWER, self._ranks.timeout / 2)) or ""
+        digest = self.digest.total.decode()
         for name in self._names if self._job else ():
             path = os.path.join(self._path, name) if name else self._path
             try:
                 opened = _core.Checkpoint.open(path)
                 claim = json.loads(opened.metadata[KEY])
                 is_other = claim["job"] != self._job
-                may = is_other or claim["digest"] == self._digest or set(claim["ranks"]) <= set(self._members)
+                may = is_other or claim["digest"] == digest or set(claim["ranks"]) <= set(self._members)
             except (errors.Error, LookupError, TypeError, ValueError):  # nothing, or no such save's
                 continue
             if not may and (self._place, f"{self._job} {self._members}", claim["digest"]) not in _saved:
@@ -86,7 +81,7 @@ class Claim(Comparison):
                     "pipeline stage: its number in the name), or save all parts as one: shardow.save(part, path, "
                     "group=) with a group of all their ranks"
                 )
-        _saved.add((self._place, f"{self._job} {self._members}", self._digest))
+        _saved.add((self._place, f"{self._job} {self._members}", digest))
         return ""
 
 

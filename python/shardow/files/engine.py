@@ -84,72 +84,64 @@ class ToSave:
     texts: Callable[[], Sequence[Mapping[str, str]]] = tuple
 
 
-Committed = Callable[[], None]
 SaveStep = Step[ToSave]
 Find = Callable[[], SaveStep]
 
 
-def write(
-    find: Find, path: StrPath, ranks: RankGroup, committed: Committed | None = None, progress: Progress | None = None,
-    what: str = "save()",
-) -> dict[str, Any]:  # fmt: skip
-    """Saves what ``find()`` returns, which may raise on one rank for all, as comparisons may. ``committed()`` is called
-    on rank 0 when all is published. Collective."""
-    settle(ranks.process_group)
-    with naming(f"save() to {path}"):
-        opening = _Opening(find, path, ranks, progress)
-        report: dict[str, Any] = opening.save(ranks.group, what).write()
-    if committed is not None and ranks.rank == 0:
-        committed()
-    return report
+class SaveCall:
+    """A save of what ``find()`` returns, which may raise on one rank for all, as comparisons may. ``committed()`` is
+    called on rank 0 when all is published."""
 
-
-def write_in_background(
-    find: Find, path: StrPath, ranks: RankGroup, committed: Committed | None = None, progress: Progress | None = None,
-    what: str = "async_save()",
-) -> SaveHandle:  # fmt: skip
-    """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
-    settle(ranks.process_group)
-    group = _core.solo() if ranks.process_group is None else store_group(ranks.process_group, CHANNEL)
-    opening = _Opening(find, path, ranks, progress)
-    with naming(f"save() to {path}"):
-        save = opening.save(group, what)
-    if ranks.size > 1:
-        keep_one()
-    return start(ranks.process_group, save, opening.target, committed if ranks.rank == 0 else None)
-
-
-class _Opening:
-    """The first round of a save: what this rank brings to it."""
-
-    def __init__(self, find: Find, path: StrPath, ranks: RankGroup, progress: Progress | None) -> None:
-        self._find, self._path, self._ranks, self._progress = find, path, ranks, progress
+    def __init__(
+        self, find: Find, path: StrPath, ranks: RankGroup, what: str = "save()", progress: Progress | None = None,
+        committed: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        settle(ranks.process_group)
+        self._find, self._path, self._ranks, self._progress, self._what = find, path, ranks, progress, what
+        self._committed = committed if ranks.rank == 0 else None
         self._claim: Claim | None = None
         self._memory: list[list[Part]] = []  # that the engine reads: until the save is written or staged
-        self.target = ""
+        self._target = ""
 
-    def save(self, group: _core.Group, what: str) -> _core.Save:
+    def write(self) -> dict[str, Any]:
         """Collective."""
+        with naming(f"save() to {self._path}"):
+            report: dict[str, Any] = self._open(self._ranks.group).write()
+        if self._committed is not None:
+            self._committed()
+        return report
+
+    def write_in_background(self) -> SaveHandle:
+        """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
+        process_group = self._ranks.process_group
+        with naming(f"save() to {self._path}"):
+            save = self._open(_core.solo() if process_group is None else store_group(process_group, CHANNEL))
+        if self._ranks.size > 1:
+            keep_one()
+        return start(process_group, save, self._target, self._committed)
+
+    def _open(self, group: _core.Group) -> _core.Save:
+        """Makes the first round, to which this rank brings its request."""
         make = functools.partial(_core.Save, group, self._request, self._ranks.timeout, self._metadata)
-        return self._ranks.verb(what, make, group)
+        return self._ranks.verb(self._what, make, group)
 
     def _request(self) -> tuple[_core.SaveRequest, Progress | None, list[Comparison]]:
         step = self._find()
         self._to_save, compared = step.value, [*step.compared]
         files = self._to_save.files
-        self.target = paths.to_write(self._path)
+        self._target = paths.to_write(self._path)
         self._memory = [_for_engine(file.parts) for file in files]
         engine_files = [
-            _core.SaveFile(file.name, _views(parts), checked_texts(file.metadata))
+            _core.SaveFile(file.name, _views(parts), dict(file.metadata))
             for file, parts in zip(files, self._memory, strict=True)
         ]
-        progress = shown(self._progress, f"save {Path(self.target).name}", self._ranks.rank)
+        progress = shown(self._progress, f"save {Path(self._target).name}", self._ranks.rank)
         if Claim.is_needed(self._ranks):
             parts = (part for file in files for part in file.parts)
-            self._claim = Claim(self.target, [file.name for file in files], parts, self._ranks)
+            self._claim = Claim(self._target, [file.name for file in files], parts, self._ranks)
             progress = self._checking(self._claim, progress)
-            compared.append(self._claim)
-        return _core.SaveRequest(engine_files, self.target, **self._to_save.options), progress, compared
+            compared.append(self._claim.digest)
+        return _core.SaveRequest(engine_files, self._target, **self._to_save.options), progress, compared
 
     @staticmethod
     def _checking(claim: Claim, progress: Progress | None) -> Progress:
@@ -161,17 +153,14 @@ class _Opening:
         return checked
 
     def _metadata(self) -> list[dict[str, str]]:
-        claimed = {} if self._claim is None else self._claim.metadata
+        claimed = {} if self._claim is None else self._claim.metadata()
         return [{**own, **claimed} for own in self._to_save.texts() or [{}] * len(self._memory)]
 
 
-def texts(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Returns a user's ``metadata=``."""
-    return {} if metadata is None else instance("metadata", metadata, Mapping)
-
-
-def checked_texts(metadata: Mapping[str, str]) -> dict[str, str]:
-    for key, text in metadata.items():
+def texts(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """Returns a user's ``metadata=``. Raises for what headers can't hold."""
+    found = {} if metadata is None else dict(instance("metadata", metadata, Mapping))
+    for key, text in found.items():
         if not isinstance(key, str) or not isinstance(text, str):
             wrong = key if not isinstance(key, str) else text
             raise invalid(
@@ -179,7 +168,7 @@ def checked_texts(metadata: Mapping[str, str]) -> dict[str, str]:
                 "json.dumps()"
             )
         utf8(key + text, f"metadata {key!r}", "headers")
-    return dict(metadata)
+    return found
 
 
 def read_merged(
@@ -212,45 +201,35 @@ class Load(ABC):
         """(path, names of files there or none where the path is the checkpoint, words for all ranks), on rank 0."""
 
     @abstractmethod
-    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> Sequence[tuple[Sequence[Part], bool]]:
+    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> Sequence[tuple[Sequence[Part], bool]]:
         """Returns what this rank wants of each file, and whether that must be all. Called again where the files were
         replaced meanwhile."""
 
     def begin(self, reports: list[dict[str, Any]]) -> None:  # noqa: B027
         """All fits: what the engine will fill may change now."""
 
-    def end(self) -> None:  # noqa: B027
+    def has_read(self) -> None:  # noqa: B027
         """This rank has read what it wants; others may fail yet."""
+
+    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[_core.TensorView], bool]]:
+        """Returns wanted() in memory that the engine reaches; for the engine, as is end()."""
+        wanted = self.wanted(words, files)
+        self._reached = [(parts, _for_engine(parts)) for parts, _ in wanted]
+        return [(_views(reached), strict) for (_, reached), (_, strict) in zip(self._reached, wanted, strict=True)]
+
+    def end(self) -> None:
+        for parts, reached in self._reached:
+            _bring_back(parts, reached)
+        self.has_read()
 
     def run(self, where: object, ranks: RankGroup, what: str = "load()", **options: Any) -> list[dict[str, Any]]:
         """Returns the engine's report of each file. ``where`` is for messages. Collective."""
         settle(ranks.process_group)
         options["progress"] = shown(options.get("progress"), "load", ranks.rank)
         with naming(f"{what} of {where}"):
-            steps = _InMemory(self)
-            load = functools.partial(_core.load_files, ranks.group, steps, timeout=ranks.timeout, **options)
+            load = functools.partial(_core.load_files, ranks.group, self, timeout=ranks.timeout, **options)
             reports: list[dict[str, Any]] = ranks.verb(what, load)
             return reports
-
-
-class _InMemory:
-    """A load into memory that the engine reaches."""
-
-    def __init__(self, load: Load) -> None:
-        self._load = load
-        self.look, self.find, self.begin = load.look, load.find, load.begin
-        self._reached: list[tuple[Sequence[Part], list[Part]]] = []
-
-    def choose(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[_core.TensorView], bool]]:
-        chosen = self._load.choose(words, files)
-        self._reached = [(parts, _for_engine(parts)) for parts, _ in chosen]
-        each = zip(self._reached, chosen, strict=True)
-        return [(_views(reached), strict) for (_, reached), (_, strict) in each]
-
-    def end(self) -> None:
-        for parts, reached in self._reached:
-            _bring_back(parts, reached)
-        self._load.end()
 
 
 def write_merged(inputs: list[_core.MergeInput], ranks: RankGroup, target: str, **options: Any) -> dict[str, Any]:

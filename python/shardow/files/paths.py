@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 
+from shardow import errors
 from shardow.base.checks import invalid
 
 StrPath = str | os.PathLike[str]
@@ -38,3 +40,20 @@ def to_write(path: StrPath) -> str:
         )
         raise invalid(f"{text}: what is written is safetensors. {instead}")
     return text
+
+
+def name_of(word: str, number: int) -> str:
+    """Returns the name of a directory that is one of a series: step-000001000."""
+    return f"{word}-{number:09}"
+
+
+def numbered(directory: StrPath, word: str) -> list[int]:
+    """Returns the numbers of what name_of() has named in a directory, the highest first."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise errors.make("io", f"{directory} can't be looked into: {error.strerror}", error.errno or 0) from None
+    matches = (re.fullmatch(rf"{word}-([0-9]{{9}}|[1-9][0-9]{{9,}})", name) for name in names)
+    return sorted((int(match[1]) for match in matches if match), reverse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -225,15 +224,14 @@ def _full(shape: tuple[int, ...], index: Any) -> list[Any]:
 
 def _range(name: str, size: int, entry: Any) -> range:
     """Of one dimension."""
-    if not isinstance(entry, slice):
-        try:
-            at = operator.index(entry)
-        except TypeError:
-            raise invalid(f"'{name}': {entry!r} is no index; give whole numbers and slices", IndexError) from None
-        if not -size <= at < size:
-            raise invalid(f"'{name}': index {at} is outside of a dimension of {size}", IndexError)
-        return range(at % size, at % size + 1)
-    chosen = range(*entry.indices(size))
+    try:
+        chosen: int | range = range(size)[entry]
+    except TypeError:
+        raise invalid(f"'{name}': {entry!r} is no index; give whole numbers and slices", IndexError) from None
+    except IndexError:
+        raise invalid(f"'{name}': index {entry} is outside of a dimension of {size}", IndexError) from None
+    if isinstance(chosen, int):
+        return range(chosen, chosen + 1)
     if chosen.step < 0:
         raise invalid(f"'{name}': slices of a file have positive steps", IndexError)
     return chosen

@@ -22,8 +22,7 @@ from torch import nn
 from shardow.base.checks import invalid
 from shardow.ema import EMA
 from shardow.errors import NotFoundError
-from shardow.integrations.callbacks import averages_of, newest_first
-from shardow.integrations.pretrained import save_pretrained
+from shardow.integrations.common import averages_of, newest_first, save_pretrained
 
 __all__ = ["average", "last_state", "save_averages", "save_state"]
 

@@ -16,7 +16,7 @@ from shardow import Schedule
 from shardow.averages.tracked import Source
 from shardow.base.checks import invalid, unsupported
 from shardow.ema import EMA
-from shardow.integrations.masters import MastersEMA
+from shardow.integrations.common import MastersEMA
 from shardow.model.masters import master_of
 from shardow.model.slots import slots
 

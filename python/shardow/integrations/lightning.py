@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from shardow.base.checks import one_of, warn
 from shardow.ema import EMA
 from shardow.errors import CorruptError, Error
-from shardow.integrations.callbacks import Keeping, Missing
+from shardow.integrations.common import Keeping, Missing
 
 __all__ = ["EMACallback"]
 

@@ -17,8 +17,8 @@ from shardow import Schedule
 from shardow.averages.tracked import Source
 from shardow.base.checks import invalid, unsupported
 from shardow.ema import EMA
-from shardow.integrations.masters import MastersEMA
-from shardow.model.slots import slots
+from shardow.integrations.common import MastersEMA
+from shardow.model.slots import by_tensor, slots
 
 _WRAPPERS = ("DistributedDataParallel", "Float16Module")  # Megatron's own, of which the former is not torch's
 
@@ -56,10 +56,8 @@ def masters(module: nn.Module, optimizer: Any) -> dict[str, Source]:
 
 
 def _mastered(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    seen: set[int] = set()
-    for slot in slots(module, "parameter"):
-        if hasattr(slot.recorded, "main_param") and id(slot.recorded) not in seen:
-            seen.add(id(slot.recorded))
+    for slot, *_ in by_tensor(slots(module, "parameter")).values():
+        if hasattr(slot.recorded, "main_param"):
             yield slot.name, slot.recorded
 
 

@@ -20,8 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from shardow.base.checks import invalid, unsupported
 from shardow.ema import EMA
 from shardow.errors import NotFoundError
-from shardow.integrations.callbacks import Keeping, Missing, averages_of, newest_first
-from shardow.integrations.pretrained import save_pretrained
+from shardow.integrations.common import Keeping, Missing, averages_of, newest_first, save_pretrained
 
 __all__ = ["AveragedTrainer", "EMACallback", "last_checkpoint"]
 

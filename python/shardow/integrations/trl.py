@@ -20,8 +20,7 @@ from accelerate.utils import extract_model_from_parallel
 
 from shardow.base.checks import invalid
 from shardow.ema import EMA
-from shardow.integrations.callbacks import Missing, averages_of
-from shardow.integrations.pretrained import save_pretrained
+from shardow.integrations.common import Missing, averages_of, save_pretrained
 from shardow.integrations.transformers import EMACallback
 
 __all__ = ["BEMACallback"]

@@ -53,8 +53,8 @@ def measure(
     activations = None if batch is None else _activations(model, parts, batch, loss)
     parts.reshard()
     found = usage(
-        weights=storage_bytes(parts.held()),
-        gradients=storage_bytes(p.grad for p in parts.parameters() if p.grad is not None),
+        weights=storage_bytes(parts.tensors()),
+        gradients=storage_bytes(tensor.grad for tensor in parts.tensors() if tensor.grad is not None),
         optimizer=0 if optimizer is None else storage_bytes(tensors_in(list(optimizer.state.values()))),
         averages=0 if ema is None else storage_bytes(_averages(ema)),
         activations=activations,
@@ -78,21 +78,16 @@ class _Parts:
         self._dtensors.reshard()
         self._fsdp1.reshard()
 
-    def parameters(self) -> list[torch.Tensor]:
-        return [*self._model.parameters(), *self._fsdp1.flat_parameters()]
-
-    def held(self) -> list[torch.Tensor]:
-        """FSDP1's parameters are views of its shards while it is resharded."""
-        return [*_tensors(self._model), *self._fsdp1.shards()]
-
-    def whole(self) -> list[torch.Tensor]:
-        """Weights as forward has left them, sharded or together; what was freed since has storages without bytes."""
-        together = (getattr(flat, "_full_param_padded", None) for flat in self._fsdp1.flat_parameters())
-        return [*self.held(), *self._fsdp1.flat_parameters(), *(tensor for tensor in together if tensor is not None)]
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns them as they lie now, sharded or together; what was freed since has storages without bytes."""
+        flat = self._fsdp1.flat_parameters()
+        together = (getattr(parameter, "_full_param_padded", None) for parameter in flat)
+        sharded = [*_tensors(self._model), *self._fsdp1.shards(), *flat]
+        return [*sharded, *(tensor for tensor in together if tensor is not None)]
 
 
 def _activations(model: nn.Module, parts: _Parts, batch: Any, loss: Callable[[Any], Any] | None) -> int:
-    args, kwargs = as_arguments(batch, _compact, _no_shapes)
+    args, kwargs = as_arguments(batch, _compact)
 
     def forward() -> Any:
         output = model(*args, **kwargs)
@@ -101,7 +96,7 @@ def _activations(model: nn.Module, parts: _Parts, batch: Any, loss: Callable[[An
     parts.reshard()
     try:
         with _as_it_was(model), as_in_training(model), torch.enable_grad():
-            return kept_bytes(forward, parts.whole)
+            return kept_bytes(forward, parts.tensors)
     except BaseException:
         parts.reset()
         raise
@@ -149,6 +144,8 @@ def _averages(ema: EMA | nn.Module) -> list[torch.Tensor]:
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """A slice of a large tensor would count with all of it."""
+    if tensor.is_meta:
+        raise invalid(f"measure() runs the model: give a tensor where batch has the shape {tuple(tensor.shape)}")
     if (
         isinstance(tensor, DTensor)
         or tensor.layout is not torch.strided
@@ -156,7 +153,3 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     ):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _no_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    raise invalid(f"measure() runs the model: give a tensor where batch has the shape {tuple(shape)}")

@@ -4,7 +4,6 @@ and a forward pass that allocates nothing."""
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardow import _core
 from shardow.base.checks import instance, invalid, one_of, unsupported, whole
 from shardow.errors import UnknownOptionError
-from shardow.memory.activations import shape_and_dtype, storage_bytes, tensors_in
-from shardow.memory.fake_forward import Fake
+from shardow.memory.activations import Fake, shape_and_dtype, storage_bytes, tensors_in
 from shardow.memory.switches import apply, is_switched
 from shardow.model.dtypes import device_of
 from shardow.model.modules import repeated_blocks
@@ -67,21 +65,21 @@ class Layout:
     replicas: int
     flat: bool = False
 
-    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the largest part, which is also what FSDP2 gives memory to on every rank: its smaller parts are
-        padded.
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the largest part, on meta, which is also what FSDP2 gives memory to on every rank: its smaller parts
+        are padded.
         """
-        if self.shards == 1 or not shape:
-            return shape
-        if self.flat:
-            return (-(-math.prod(shape) // self.shards),)
-        return (-(-shape[0] // self.shards), *shape[1:])
+        shape = list(tensor.shape)
+        if self.shards > 1 and shape:
+            shape = [tensor.numel()] if self.flat else shape
+            shape[0] = -(-shape[0] // self.shards)
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
-    def averaged(self, shape: tuple[int, ...]) -> int:
+    def averaged(self, tensor: torch.Tensor) -> int:
         """Elements of which this rank keeps the average: replicas divide what they hold, as ``EMA(replicas="split")``
         does.
         """
-        return _core.Region.whole(list(self.local(shape))).part(0, self.replicas).size
+        return _core.Region.whole(list(self.part(tensor).shape)).part(0, self.replicas).size
 
 
 def layout_of(sharding: str, ranks: Any, shards: Any) -> Layout:
@@ -95,17 +93,6 @@ def layout_of(sharding: str, ranks: Any, shards: Any) -> Layout:
         wanted = f"how many of them share one copy of the model: a divisor of {ranks}, not {shards!r}"
         raise invalid(f"sharding='hsdp' on {ranks} ranks needs shards=, {wanted}")
     return Layout(shards, ranks // shards)
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """Of a model, whole. ``key``: the parameter's id, or its name where shapes were given."""
-
-    key: int | str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trainable: bool
-    buffer: bool = False
 
 
 def plan(
@@ -162,30 +149,28 @@ def plan(
     averages = whole("averages", averages)
     wanted = _wanted(switches)
     model = _plain(model_or_shapes) if isinstance(model_or_shapes, nn.Module) else None
-    tensors = list(_of_model(model) if model is not None else _of_shapes(model_or_shapes))
+    if model is None:
+        tensors = list(_of_shapes(model_or_shapes))
+    else:  # tied tensors once
+        tensors = [(where[0].recorded, where[0].kind != "parameter") for where in by_tensor(slots(model)).values()]
     activations, saves = None, dict.fromkeys(_OFF)
     if model is not None and batch is not None:
         activations, saves = _activations(Fake(model, batch, loss, _device(model, device)), wanted)
     elif batch is not None:
         raise invalid("plan(): shapes alone can't be run with a batch; give the module, on meta for example")
-    return Usage(usage(**_held(tensors, layout, optimizer, averages), activations=activations), saves=saves)
-
-
-def _held(tensors: list[_Tensor], layout: Layout, optimizer: Any, averages: int) -> dict[str, int]:
-    """Buffers are whole on every rank."""
-
-    def local(one: _Tensor) -> torch.Tensor:
-        return torch.empty(one.shape if one.buffer else layout.local(one.shape), dtype=one.dtype, device="meta")
-
-    trained = [one for one in tensors if one.trainable]
-    parts = {one.key: nn.Parameter(local(one)) for one in trained}
+    trained = [tensor for tensor, is_buffer in tensors if tensor.requires_grad and not is_buffer]
+    parts = {id(tensor): nn.Parameter(layout.part(tensor)) for tensor in trained}
     gradients = sum(part.nbytes for part in parts.values())
-    return {
-        "weights": gradients + sum(local(one).nbytes for one in tensors if not one.trainable),
-        "gradients": gradients,
-        "optimizer": state_bytes(optimizer, parts),
-        "averages": averages * torch.float32.itemsize * sum(layout.averaged(one.shape) for one in trained),
-    }
+    others = [(tensor, is_buffer) for tensor, is_buffer in tensors if id(tensor) not in parts]
+    held = usage(
+        # Buffers are whole on every rank.
+        weights=gradients + sum((tensor if is_buffer else layout.part(tensor)).nbytes for tensor, is_buffer in others),
+        gradients=gradients,
+        optimizer=state_bytes(optimizer, parts, by_group=model is not None),
+        averages=averages * torch.float32.itemsize * sum(layout.averaged(tensor) for tensor in trained),
+        activations=activations,
+    )
+    return Usage(held, saves=saves)
 
 
 def _activations(fake: Fake, wanted: dict[str, Any]) -> tuple[int, dict[str, int | None]]:
@@ -232,15 +217,9 @@ def _plain(model: nn.Module) -> nn.Module:
     return model
 
 
-def _of_model(model: nn.Module) -> Iterator[_Tensor]:
-    """Tied tensors once."""
-    for where in by_tensor(slots(model)).values():
-        tensor, buffer = where[0].recorded, where[0].kind != "parameter"
-        yield _Tensor(id(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad and not buffer, buffer)
-
-
-def _of_shapes(shapes: Any) -> Iterator[_Tensor]:
-    """Of {name: shape}, {name: (shape, dtype)} or {name: tensor}; integers are taken for buffers."""
+def _of_shapes(shapes: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yields (tensor on meta, whether it is a buffer) of {name: shape}, {name: (shape, dtype)} or {name: tensor};
+    integers are taken for buffers."""
     if not isinstance(shapes, Mapping):
         raise invalid(f"plan() takes a module or a mapping of names to shapes, not a {type(shapes).__name__}")
     for name, value in shapes.items():
@@ -249,7 +228,7 @@ def _of_shapes(shapes: Any) -> Iterator[_Tensor]:
             raise invalid(f"plan(): '{name}': {value!r} is no shape; give numbers, as (8, 16) or ((8, 16), 'bfloat16')")
         shape, dtype = form
         trainable = dtype.is_floating_point or dtype.is_complex
-        yield _Tensor(str(name), shape, dtype, trainable, not trainable)
+        yield torch.empty(shape, dtype=dtype, device="meta", requires_grad=trainable), not trainable
 
 
 def _device(model: nn.Module, device: Any) -> torch.device:
@@ -264,12 +243,6 @@ def _device(model: nn.Module, device: Any) -> torch.device:
     found = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), None)
     return found or there or torch.device("cpu")
 
-
-_CLASSES = (
-    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
-    "SGD",
-)  # fmt: skip
-_BY_NAME = {name.lower(): name for name in _CLASSES} | {"sgd-momentum": "SGD"}
 
 #: They choose kernels that meta does not have, and no state.
 _WAYS = {"fused": False, "foreach": None, "capturable": False, "differentiable": False}
@@ -289,12 +262,12 @@ class _Ones(TorchDispatchMode):
 Parts = Mapping[Any, torch.nn.Parameter]
 
 
-def state_bytes(optimizer: Any, parts: Parts) -> int:
+def state_bytes(optimizer: Any, parts: Parts, by_group: bool) -> int:
     """``optimizer``: a name, a class, an instance, or None. ``parts``: what a rank holds of each trainable parameter,
-    on meta, by the parameter's id, or by its name where there is only that."""
+    on meta, by the parameter's id. ``by_group``: an instance has these parameters in its groups."""
     if optimizer is None or not parts:
         return 0
-    cls, groups, options = _recipe(optimizer, parts)
+    cls, groups, options = _recipe(optimizer, parts, by_group)
     options = {**options, **{name: value for name, value in _WAYS.items() if name in inspect.signature(cls).parameters}}
     for part in parts.values():
         part.grad = torch.empty_like(part)
@@ -308,17 +281,19 @@ def state_bytes(optimizer: Any, parts: Parts) -> int:
     return storage_bytes(tensors_in(list(twin.state.values())))
 
 
-def _recipe(optimizer: Any, parts: Parts) -> tuple[type[torch.optim.Optimizer], list[dict[str, Any]], dict[str, Any]]:
+def _recipe(
+    optimizer: Any, parts: Parts, by_group: bool
+) -> tuple[type[torch.optim.Optimizer], list[dict[str, Any]], dict[str, Any]]:
     """Class, groups and options."""
     one_group: list[dict[str, Any]] = [{"params": list(parts.values())}]
     if isinstance(optimizer, str):
-        if optimizer.lower() not in _BY_NAME:
-            names = ", ".join(sorted(_BY_NAME))
+        base = torch.optim.Optimizer
+        classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type) and issubclass(cls, base)]
+        by_name = {cls.__name__.lower(): cls for cls in classes if cls is not base} | {"sgd-momentum": torch.optim.SGD}
+        if optimizer.lower() not in by_name:
+            names = ", ".join(sorted(by_name))
             raise invalid(f"optimizer={optimizer!r}; names are {names}; others are a class, an instance or None")
-        name, options = _BY_NAME[optimizer.lower()], {"momentum": 0.9} if optimizer.lower() == "sgd-momentum" else {}
-        if not hasattr(torch.optim, name):
-            raise unsupported(f"torch {torch.__version__} has no torch.optim.{name}")
-        return getattr(torch.optim, name), one_group, options
+        return by_name[optimizer.lower()], one_group, {"momentum": 0.9} if optimizer.lower() == "sgd-momentum" else {}
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return optimizer, one_group, {}
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -326,8 +301,7 @@ def _recipe(optimizer: Any, parts: Parts) -> tuple[type[torch.optim.Optimizer], 
     known = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
     # Shapes alone do not tell which parameter is in which group.
-    by_name = all(isinstance(key, str) for key in parts)
-    return type(optimizer), one_group if by_name else _groups(optimizer, parts), options
+    return type(optimizer), _groups(optimizer, parts) if by_group else one_group, options
 
 
 def _groups(optimizer: torch.optim.Optimizer, parts: Parts) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
-"""merge() and merged(): checkpoints averaged after the fact, into files or into a model."""
+"""merge() and merged(): checkpoints averaged after the fact, into files or into a model; what is merged, the rule that
+gives it coefficients, and the inputs of the engine that it is when it is open."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +14,13 @@ import torch.distributed as dist
 from shardow import _core
 from shardow.base.checks import invalid, number, seconds, several, whole
 from shardow.base.progress import Progress
-from shardow.distributed.rank_group import RankGroup
+from shardow.distributed.rank_group import Comparison, RankGroup, equal_facts, naming
 from shardow.files import engine, paths
+from shardow.files.background import settle
 from shardow.files.paths import StrPath
-from shardow.merging.inputs import Merged
+from shardow.merging import foreign
 
+T = TypeVar("T")
 _MOST_STEPS = 2**53  # beyond, float64 has no longer every whole number
 
 
@@ -48,8 +52,6 @@ def merged(
     if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence):
         raise invalid(f"inputs={inputs!r}; give a list of paths")
     read = [paths.to_read(path) for path in inputs]
-    named = {"weights": weights, "steps": steps}
-    weights, steps = (None if value is None else several(name, value) for name, value in named.items())
     rules = {"weights": weights, "ema": ema, "lawa": lawa, "curve": curve}
     if len(given := [name for name, value in rules.items() if value is not None]) > 1:
         raise invalid(f"{' and '.join(f'{name}=' for name in given)}: one rule gives the coefficients")
@@ -57,18 +59,25 @@ def merged(
         raise invalid("per_step=True goes with ema=")
     if normalize and weights is None:
         raise invalid("normalize=True goes with weights=")
-    for name, values in (("weights", weights), ("steps", steps)):
-        if values is not None and len(values) != len(read):
-            raise invalid(f"{name}= has {len(values)} numbers for {len(read)} inputs")
     rule: dict[str, Any] = {
-        "weights": None if weights is None else [number("weights", weight) for weight in weights],
+        "weights": _each("weights", weights, read, number),
         "normalize": bool(normalize),
         "ema": None if ema is None else number("ema", ema),
         "per_step": bool(per_step),
         "lawa": None if lawa is None else whole("lawa", lawa, 1),
         "curve": curve if curve is None else str(curve),
     }
-    return Merged(read, rule, None if steps is None else [whole("steps", step, 0, _MOST_STEPS) for step in steps], key)
+    return Merged(read, rule, _each("steps", steps, read, lambda name, step: whole(name, step, 0, _MOST_STEPS)), key)
+
+
+def _each(name: str, given: Any, inputs: list[str], checked: Callable[[str, Any], T]) -> list[T] | None:
+    """Returns numbers that are given for each input."""
+    if given is None:
+        return None
+    values = several(name, given)
+    if len(values) != len(inputs):
+        raise invalid(f"{name}= has {len(values)} numbers for {len(inputs)} inputs")
+    return [checked(name, value) for value in values]
 
 
 def merge(
@@ -110,14 +119,85 @@ def merge(
     )  # fmt: skip
     everybody = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     ranks = RankGroup(everybody if group is None else group, seconds(timeout))
-    if kept := {_core.MERGE_KEY} & set(engine.texts(metadata)):
-        raise invalid(f"metadata: {kept.pop()} is where a merge says what it was made of")
     options: dict[str, Any] = {"verify": bool(verify)}
 
     def check() -> None:
-        options.update(engine.dtype_and_limit(dtype, max_shard_size), metadata=engine.checked_texts(metadata or {}))
-        options["target"] = paths.to_write(out)
+        texts = engine.texts(metadata)
+        if _core.MERGE_KEY in texts:
+            raise invalid(f"metadata: {_core.MERGE_KEY} is where a merge says what it was made of")
+        options.update(engine.dtype_and_limit(dtype, max_shard_size), metadata=texts, target=paths.to_write(out))
 
-    opened, coefficients = what.open("merge()", ranks, check)
-    report = engine.write_merged(opened.inputs, ranks, formula=coefficients.formula, progress=progress, **options)
-    return {**report, "formula": coefficients.formula, "index_error": coefficients.index_error}
+    opened = Opened(what, "merge()", ranks, check)
+    formula, index_error = opened.coefficients.formula, opened.coefficients.index_error
+    report = engine.write_merged(opened.inputs, ranks, formula=formula, progress=progress, **options)
+    return {**report, "formula": formula, "index_error": index_error}
+
+
+class Merged:
+    """Checkpoints and how they are weighed, for ``load()``; made by ``merged()``."""
+
+    def __init__(self, inputs: list[str], rule: dict[str, Any], steps: list[int] | None, key: str | None) -> None:
+        """``rule``: what the engine's weigh() takes; see merged()."""
+        self.inputs, self.rule, self.steps, self.key = inputs, rule, steps, key
+
+    def __repr__(self) -> str:
+        return f"Merged({self.inputs})"
+
+
+class Opened:
+    """The inputs of a merge, opened by all ranks. ``tensors`` and ``metadata`` are those of the input of the latest
+    step, as a file tells them: {name: (dtype, shape)}. ``inputs``: all of the merge, in the order of their
+    ``coefficients``."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    metadata: dict[str, str]
+    inputs: list[_core.MergeInput]
+    coefficients: _core.Coefficients
+
+    def __init__(
+        self, merged: Merged, what: str, ranks: RankGroup, check: Callable[[], object] = lambda: None,
+        then: Callable[[Opened], object] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """``check()`` of what else a call was given comes first, ``then()`` when all is open, again where files were
+        replaced meanwhile; both may raise on one rank for all. Collective."""
+        self._merged, self._what, self._ranks, self._check, self._then = merged, what, ranks, check, then
+        settle(ranks.process_group)
+        with engine.several_said(*merged.inputs), naming(what):
+            ranks.verb(what, lambda: _core.open_checkpoints(ranks.group, self, ranks.timeout))
+
+    def read(self, view: _core.TensorView) -> None:
+        """Fills a view from the merged tensor of its name. Not collective."""
+        _core.load_merged(_core.solo(), [view], self.inputs, strict=False)
+
+    # ---- what the engine calls
+
+    def look(self) -> list[Comparison]:
+        self._check()
+        merged = self._merged
+        self._by_torch = [foreign.is_foreign(Path(path)) for path in merged.inputs]
+        facts = {"inputs": merged.inputs, "which of them torch wrote": self._by_torch}
+        facts |= {"rule": [merged.rule, merged.steps, merged.key]}
+        return [equal_facts(self._what, facts, self._ranks)]
+
+    def find(self) -> list[str]:
+        """Returns the paths that the engine opens."""
+        return [path for path, by_torch in zip(self._merged.inputs, self._by_torch, strict=True) if not by_torch]
+
+    def opened(self, files: list[_core.Checkpoint]) -> None:
+        merged, checkpoints = self._merged, iter(files)
+        sources = [
+            foreign.parts_of(Path(path), merged.key) if by_torch else next(checkpoints)
+            for path, by_torch in zip(merged.inputs, self._by_torch, strict=True)
+        ]
+        texts = [source.metadata if isinstance(source, _core.Checkpoint) else {} for source in sources]
+        steps: Sequence[int | None] = merged.steps or [
+            _core.step_of(path, text) for path, text in zip(merged.inputs, texts, strict=True)
+        ]
+        inputs = [
+            _core.MergeInput(path, source, 0.0, step)
+            for path, source, step in zip(merged.inputs, sources, steps, strict=True)
+        ]
+        self.inputs, self.coefficients, newest = _core.weigh(inputs, **merged.rule)
+        last = merged.inputs.index(newest)
+        self.tensors, self.metadata = sources[last].tensors, texts[last]
+        self._then(self)

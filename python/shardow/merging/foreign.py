@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,9 +87,9 @@ def _band(element: int, size: Sequence[int], chunks: Sequence[Any]) -> tuple[int
 def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-    from torch.distributed.checkpoint.planner import LoadPlan
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from shardow.model.piece import Piece
 
     prefix = "" if key is None else f"{key}."
     metadata = FileSystemReader(path).read_metadata()
@@ -104,29 +105,22 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
         if not _core.covers_once([_core.Region.grid(shape, intervals) for intervals in chunks]):
             raise errors.make("corrupt", f"{path}: the stored chunks of '{name}' overlap or leave a hole")
 
-    class Into(DefaultLoadPlanner):
-        def __init__(self, tensor: torch.Tensor) -> None:
-            super().__init__()
-            self._tensor = tensor
-
-        def lookup_tensor(self, index: object) -> torch.Tensor:
-            return self._tensor
-
     def read(name: str, element: int) -> tuple[torch.Tensor, int]:
         """The steps of torch's load(), which is collective where there is a process group, and would read whole
         tensors.
         """
         entry = stored[name]
-        first, last = (0, 1) if not entry.size or not entry.size.numel() else _band(element, entry.size, entry.chunks)
-        tensor = empty((last - first, *entry.size[1:]) if entry.size else (), entry.properties.dtype)
-        band = ChunkStorageMetadata(
-            torch.Size([first, *[0] * (len(entry.size) - 1)] if entry.size else []), tensor.size()
-        )
-        reader = FileSystemReader(path)
+        shape = list(entry.size)
+        region, first = _core.Region.whole(shape), 0
+        if shape and entry.size.numel():
+            first, last = _band(element, shape, entry.chunks)
+            region = _core.Region.grid(shape, [[(first, last)], *([(0, size)] for size in shape[1:])])
+        band = Piece(empty([region.size], entry.properties.dtype), region)
+        planner, reader = DefaultLoadPlanner(), FileSystemReader(path)
+        planner.set_up_planner({prefix + name: band}, metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = LoadPlan(create_read_items_for_chunk_list(prefix + name, entry, [band]))
-        reader.read_data(reader.prepare_global_plan([reader.prepare_local_plan(plan)])[0], Into(tensor)).wait()
-        return tensor, first * math.prod(entry.size[1:])
+        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+        return band.local, first * math.prod(shape[1:])
 
     return {name: (one.properties.dtype, one.size) for name, one in stored.items()}, read
 
@@ -150,14 +144,13 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
 
 
 def _loaded(path: Path) -> Any:
-    for mapped in (True, False):  # files of before torch 1.6 can't be mapped, nor can paths that are no UTF-8
+    load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
+    try:
         try:
-            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-        except (RuntimeError, UnicodeEncodeError):
-            if not mapped:
-                raise
-        except pickle.UnpicklingError as error:
-            raise errors.make(
-                "corrupt", f"{path} is damaged, or has more in it than tensors, which would have to be run: {error}"
-            ) from None
-    raise AssertionError
+            return load(mmap=True)
+        except (RuntimeError, UnicodeEncodeError):  # of before torch 1.6, or of a path that is no UTF-8
+            return load(mmap=False)
+    except pickle.UnpicklingError as error:
+        raise errors.make(
+            "corrupt", f"{path} is damaged, or has more in it than tensors, which would have to be run: {error}"
+        ) from None

@@ -15,12 +15,12 @@ from shardow import _core
 from shardow.base.checks import first_of, invalid
 from shardow.base.progress import Progress, shown
 from shardow.distributed.gather import Part, take
-from shardow.distributed.rank_group import Comparison, RankGroup
+from shardow.distributed.rank_group import Comparison, RankGroup, Step
 from shardow.distributed.store_group import store_group
 from shardow.distributed.stream import Client, Fill, Server, Want, behind
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
-from shardow.merging.inputs import Merged, Newest
+from shardow.merging.face import Merged, Opened
 from shardow.model.extra_state import FromFile, extra_in
 from shardow.model.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
 from shardow.model.parts import Held, values_in_file
@@ -42,15 +42,13 @@ class Job:
     wanted: Collection[str]
     essential: Collection[str]
     strict: bool
-    verify: bool
-    progress: Progress | None
     without: Collection[str] = ()
 
 
 class Choice:
     """Tensors that a job takes of a source, and its report on them."""
 
-    def __init__(self, job: Job, source: _core.Checkpoint | Newest, where: str) -> None:
+    def __init__(self, job: Job, source: _core.Checkpoint | Opened, where: str) -> None:
         """Raises for what does not fit, but for what the engine lists, which knows one name of each tensor."""
         self._job, self._source = job, source
         self._held, self._owners, self._keys = _matched(job, source.tensors, where)
@@ -97,46 +95,44 @@ class Choice:
         return _with_extra(job, self._extra.values, {**report, **lists})
 
 
-def from_merged(job: Job, source: Merged) -> dict[str, Any]:
+def from_merged(job: Job, source: Merged, **options: Any) -> dict[str, Any]:
     """Each rank reads its own bytes of the inputs. Raises where something does not fit, and changes nothing then."""
     choices: list[Choice] = []
-
-    def choose(newest: Newest) -> tuple[list[Part], bool]:
-        choices[:] = [Choice(job, newest, str(source))]
-        return choices[0].parts()
-
-    report = source.read(choose, job.ranks, verify=job.verify, progress=job.progress)
-    return choices[0].taken(report)
+    opened = Opened(source, "load()", job.ranks, then=lambda opened: choices.append(Choice(job, opened, str(source))))
+    parts, strict = choices[-1].parts()
+    report = engine.read_merged(parts, opened.inputs, job.ranks, strict=strict, **options)
+    return choices[-1].taken({**report, "metadata": {**opened.metadata, **report["metadata"]}})
 
 
 class FileLoad(engine.Load):
     """A load of a checkpoint; each rank reads its own bytes."""
 
     def __init__(
-        self, path: StrPath, look_at: Callable[[], Job], finish: Callable[[Job, dict[str, Any]], None],
-        compared: Sequence[Comparison] = (),
-    ) -> None:  # fmt: skip
-        """``look_at()``: in the first round, ``finish(job, report)`` in the last; both may raise on one rank for all.
-        ``compared`` in the first."""
-        self._path, self._look_at, self._finish, self._compared = path, look_at, finish, compared
+        self, path: StrPath, look_at: Callable[[], Step[Job]], finish: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        """``look_at()``: in the first round, ``finish(report)`` in the last; both may raise on one rank for all."""
+        self._path, self._look_at, self._finish = path, look_at, finish
 
     def look(self) -> Sequence[Comparison]:
         paths.to_read(self._path)
-        self._job = self._look_at()
-        return self._compared
+        step = self._look_at()
+        self._job = step.value
+        return step.compared
 
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""
 
-    def choose(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         self._choice = Choice(self._job, files[0], str(self._path))
         return [self._choice.parts()]
 
     def begin(self, reports: list[dict[str, Any]]) -> None:
         self._report = self._choice.taken(reports[0])
 
-    def end(self) -> None:
-        self._finish(self._job, self._report)
+    def has_read(self) -> None:
+        self._job.held.put_back()
+        if self._finish is not None:
+            self._finish(self._report)
 
     def fill(self, ranks: RankGroup, what: str = "load()", check_only: bool = False, **options: Any) -> dict[str, Any]:
         """Returns the report in the names here. ``check_only``: reads nothing, and finishes nothing. Collective."""
@@ -162,10 +158,12 @@ def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Ma
 
 def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     """Every rank takes its slices of what it has, when all have what fits."""
-    there = extra_in(state, job.held.extra)
-    extra = {name: state[key] for key, name in there.items()}
 
-    keys, report = job.ranks.agree(job.what, lambda: _compared(job, _forms(state, there), extra, state))
+    def compared() -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        forms, extra = _forms(job, state)
+        return extra, *_compared(job, forms, extra, state)
+
+    extra, keys, report = job.ranks.agree(job.what, compared)
 
     def fill() -> None:
         for part in job.held.parts:
@@ -176,14 +174,11 @@ def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
     return _with_extra(job, extra, report)
 
 
-def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
+def from_first_rank(job: Job, state: State | None, progress: Progress | None) -> dict[str, Any]:
     """Rank 0 sends every rank its slices, and nothing else."""
-    ranks = job.ranks
-    given = state or {}
-    there = extra_in(given, job.held.extra)
-    own = {name: given[key] for key, name in there.items()}
+    ranks, given = job.ranks, state or {}
     forms: dict[str, Form]
-    forms, extra = pickle.loads(ranks.on_first(job.what, lambda: pickle.dumps((_forms(given, there), own))))
+    forms, extra = pickle.loads(ranks.on_first(job.what, lambda: pickle.dumps(_forms(job, given))))
 
     def compared() -> tuple[dict[str, Any], list[Fill]]:
         keys, report = _compared(job, forms, extra, given)
@@ -201,7 +196,7 @@ def from_first_rank(job: Job, state: State | None) -> dict[str, Any]:
     def move() -> None:
         if ranks.rank == 0:
             all_wants = [pickle.loads(each) for each in pickle.loads(wants)]
-            Server(ranks, device, tag).run(given, fills, all_wants, shown(job.progress, "materialize", ranks.rank))
+            Server(ranks, device, tag).run(given, fills, all_wants, shown(progress, "materialize", ranks.rank))
         else:
             Client(ranks, device, tag).run(fills)
 
@@ -247,8 +242,9 @@ def _with_extra(job: Job, values: Mapping[str, Any], report: dict[str, Any]) -> 
     return {**report, key: [*report[key], *(name for name in job.held.extra if name not in values)]}
 
 
-def _forms(state: State, extra: Collection[str]) -> dict[str, Form]:
-    """Without extra states."""
+def _forms(job: Job, state: State) -> tuple[dict[str, Form], dict[str, Any]]:
+    """Returns the forms of a mapping's tensors, and extra states."""
+    extra = extra_in(state, job.held.extra)
     forms: dict[str, Form] = {}
     for name in state:
         if name in extra:
@@ -259,7 +255,7 @@ def _forms(state: State, extra: Collection[str]) -> dict[str, Form]:
         if tensor.is_meta:
             raise invalid(f"the source's '{name}' is on meta, without values")
         forms[name] = Form(tuple(tensor.shape), tensor.dtype)
-    return forms
+    return forms, {name: state[key] for key, name in extra.items()}
 
 
 def _refuse_lacking(job: Job, lacking: Collection[str]) -> None:

@@ -19,7 +19,7 @@ from shardow.distributed.rank_group import Step, equal_facts
 from shardow.model.names import join, unwrapped, walk, wrapped_child
 from shardow.model.storage import mapped
 from shardow.start.fill import Job
-from shardow.start.recorded import PATTERN, Record, records_of
+from shardow.start.recorded import PATTERN, Record, records_of, without_values
 
 Init = Callable[[nn.Module], object]
 Own = dict[str, Part]  # a module's parameters and persistent buffers by their keys, tied ones too
@@ -122,10 +122,9 @@ def _own_ways(job: Job, model: nn.Module, modules: list[tuple[str, nn.Module, Ow
 
 
 def _resetting(module: nn.Module, by_model: Init | None) -> Callable[[], object] | None:
-    if by_model is not None and not hasattr(module, "_reset_parameters"):
-        return functools.partial(by_model, module)
-    found = getattr(module, "_reset_parameters", None) or getattr(module, "init_weights", None)
-    return found if callable(found) else None
+    of_model = by_model and functools.partial(by_model, module)
+    ways = (getattr(module, "_reset_parameters", None), of_model, getattr(module, "init_weights", None))
+    return next((way for way in ways if callable(way)), None)
 
 
 def _reset_and_replay(
@@ -164,8 +163,8 @@ def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> l
         for key, part in own.items():
             # The module may hold another object by now.
             value = module._buffers[key] if key in module._buffers else module._parameters.get(key)
-            if part.name not in job.wanted or _unwritten(value):
-                continue
+            if part.name not in job.wanted or (value is not None and without_values(value)):
+                continue  # which it computes elsewhere, as some buffers
             if value is None or tuple(value.shape) != tuple(part.region.shape):
                 shapes = f"shape {None if value is None else list(value.shape)}, not {list(part.region.shape)}"
                 raise invalid(f"{job.what}: the initialisation of '{join(name, key)}' left it with {shapes}")
@@ -176,17 +175,6 @@ def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> l
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _unwritten(value: torch.Tensor | None) -> bool:
-    """An initialisation may pass a tensor over, such as a buffer that its module computes elsewhere. The beginning
-    mostly tells.
-    """
-    return (
-        value is not None
-        and value.numel() > 0
-        and all(bool((one == PATTERN).all()) for one in (_bytes(value)[:64], _bytes(value)))
-    )
 
 
 @contextlib.contextmanager

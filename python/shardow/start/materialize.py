@@ -15,11 +15,11 @@ from torch import nn
 
 from shardow.base.checks import instance, invalid, seconds
 from shardow.base.progress import Progress
-from shardow.distributed.rank_group import Comparison, RankGroup, Step, equal_facts
+from shardow.distributed.rank_group import Combined, RankGroup, Step, equal_facts
 from shardow.files import paths
 from shardow.files.checkpoint import Looking
 from shardow.files.paths import StrPath
-from shardow.merging.inputs import Merged
+from shardow.merging.face import Merged
 from shardow.model import origins
 from shardow.model.groups import group_of_model
 from shardow.model.local import refuse_expanded
@@ -78,9 +78,9 @@ def materialize(
         as load(), on every rank. The model is on meta again then, where it was, and the optimizer as it was; a model
         that had values is partly filled where reading itself failed.
     """
-    return fill_model(
-        Request("materialize()", model, source, optimizer, device, dtype, strict, True, progress, seed, group, timeout)
-    )
+    return Request(
+        "materialize()", model, source, optimizer, device, dtype, strict, True, progress, seed, group, timeout
+    ).run()
 
 
 @torch.no_grad()
@@ -113,37 +113,34 @@ def load(
             one; NotImplementedError: save_pretrained() has reordered a tensor's elements; FileNotFoundError, OSError,
             TimeoutError.
     """
+    options: dict[str, Any] = {"verify": bool(verify), "progress": progress}
     if isinstance(target, nn.Module):
         if isinstance(path, Mapping):
             raise invalid("load() reads files; materialize() takes a mapping of tensors: materialize(model, mapping)")
         source = path if isinstance(path, Merged) else Path(paths.to_read(path))
-        options: dict[str, Any] = {"strict": strict, "verify": bool(verify), "progress": progress}
-        return fill_model(Request("load()", target, source, optimizer, **options, group=group, timeout=timeout))
+        options |= {"strict": strict, "group": group, "timeout": timeout}
+        return Request("load()", target, source, optimizer, **options).run()
     if optimizer is not None:
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
     looking = Looking("load()", target, group, timeout)
     ranks = looking.ranks
 
-    def look() -> fill.Job:
+    def look() -> Step[fill.Job]:
         held = looking.look()
-        names = [part.name for part in held.parts]
-        return fill.Job("load()", held, ranks, names, (), strict, bool(verify), progress)
+        job = fill.Job("load()", held, ranks, [part.name for part in held.parts], (), strict)
+        return Step(job, [] if isinstance(path, Merged) else [equal_facts("load()", {"path": str(path)}, ranks)])
 
-    def finish(job: fill.Job, _: dict[str, Any]) -> None:
-        job.held.put_back()
-
-    if isinstance(path, Merged):
-        job = ranks.agree("load()", look)
-        report = fill.from_merged(job, path)
-        finish(job, report)
-        return report
-    same = equal_facts("load()", {"path": str(path)}, ranks)
-    return fill.FileLoad(path, look, finish, [same]).fill(ranks, verify=bool(verify), progress=progress)
+    if not isinstance(path, Merged):
+        return fill.FileLoad(path, look).fill(ranks, **options)
+    job = ranks.step("load()", look)
+    report = fill.from_merged(job, path, **options)
+    job.held.put_back()
+    return report
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
-    """A call of materialize(), or of load() with a module. ``what`` is for messages."""
+    """A call of materialize(), or of load() with a module, on this rank. ``what`` is for messages."""
 
     what: str
     model: nn.Module
@@ -158,103 +155,84 @@ class Request:
     group: dist.ProcessGroup | None = None
     timeout: float | timedelta | None = None
 
+    def run(self) -> dict[str, Any]:
+        """Fills the model and returns the report. Collective."""
+        instance("model", self.model, nn.Module)
+        self._ranks = RankGroup(group_of_model(self.model, self.group), seconds(self.timeout))
+        self._given: dict[str, torch.Tensor] = {}
+        try:
+            report = self._filled()
+        except BaseException:
+            meta.take_memory(self.model, self._given.values())
+            raise
+        meta.have_values(self.model)
+        if self.optimizer is not None:
+            origins.bind(self.optimizer, self._bindings)
+        return report
 
-def fill_model(request: Request) -> dict[str, Any]:
-    model = request.model
-    instance("model", model, nn.Module)
-    ranks = RankGroup(group_of_model(model, request.group), seconds(request.timeout))
-    given: dict[str, torch.Tensor] = {}
-    jobs: list[tuple[origins.Bindings | None, fill.Job]] = []
-
-    def look() -> fill.Job:
-        jobs.append(_prepared(request, ranks, given))
-        return jobs[0][1]
-
-    def finish(job: fill.Job, report: dict[str, Any]) -> None:
-        _finished(request, job, given, set(report["missing"]))
-
-    kinds = Kinds(request.what, request.source)
-    try:
-        if isinstance(request.source, (str, Path)):
-            load = fill.FileLoad(request.source, look, finish, [kinds])
-            report = load.fill(ranks, request.what, verify=request.verify, progress=request.progress)
+    def _filled(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"verify": self.verify, "progress": self.progress}
+        if isinstance(self.source, (str, Path)):
+            return fill.FileLoad(self.source, self._look, self._finish).fill(self._ranks, self.what, **options)
+        job = self._ranks.step(self.what, self._look)
+        kind = self._kind.total.decode()
+        if kind in ("nothing", "a function"):
+            report = initialise.by_init(job, self.model, self.source, self.seed)
+        elif kind in ("a mapping", _EMPTY):
+            report = fill.from_own_mapping(job, self.source)
+        elif kind == _RANK_0:
+            report = fill.from_first_rank(job, self.source, self.progress)
         else:
-            ranks.step(request.what, lambda: Step(look(), [kinds]))
-            report = _filled(request, kinds.common, jobs[0][1])
-            ranks.agree(request.what, lambda: finish(jobs[0][1], report))
-    except BaseException:
-        meta.take_memory(model, given.values())
-        raise
-    meta.have_values(model)
-    bindings = jobs[0][0]
-    if request.optimizer is not None and bindings is not None:
-        origins.bind(request.optimizer, bindings)
-    return report
+            report = fill.from_merged(job, self.source, **options)
+
+        def finish() -> None:
+            job.held.put_back()
+            self._finish(report)
+
+        self._ranks.agree(self.what, finish)
+        return report
+
+    def _look(self) -> Step[fill.Job]:
+        model = self.model
+        refuse_foreign(self.what, model.parameters, writes=True)
+        if self.optimizer is not None:
+            self._bindings = origins.bindings(self.optimizer, model)
+        self._given = meta.give_memory(model, self.device, self.dtype)
+        held = held_by(model, self.group, saving=False)
+        fill_masters_too(held)
+        for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
+            refuse_expanded(one.name, one.tensor)
+        essential = meta.valueless(model)
+        without = self._given.keys() | essential
+        wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
+        self._kind = common_kind(self.what, self.source)
+        job = fill.Job(self.what, held, self._ranks, wanted, essential, self.strict, wanted if without else [])
+        return Step(job, [self._kind])
+
+    def _finish(self, report: dict[str, Any]) -> None:
+        given = self._given
+        if given and self.device is not None:
+            meta.move_tables(self.model, self.device)
+        meta.take_memory(self.model, [given[name] for name in set(report["missing"]) if name in given])
+        tie = getattr(self.model, "tie_weights", None)
+        if given and callable(tie):
+            tie()
 
 
-def _finished(request: Request, job: fill.Job, given: dict[str, torch.Tensor], missing: set[str]) -> None:
-    model = request.model
-    job.held.put_back()
-    if given and request.device is not None:
-        meta.move_tables(model, request.device)
-    meta.take_memory(model, [given[name] for name in missing if name in given])
-    tie = getattr(model, "tie_weights", None)
-    if given and callable(tie):
-        tie()
-
-
-def _prepared(
-    request: Request, ranks: RankGroup, given: dict[str, torch.Tensor]
-) -> tuple[origins.Bindings | None, fill.Job]:
-    model = request.model
-    refuse_foreign(request.what, model.parameters, writes=True)
-    bindings = None if request.optimizer is None else origins.bindings(request.optimizer, model)
-    given |= meta.give_memory(model, request.device, request.dtype)
-    held = held_by(model, request.group, saving=False)
-    fill_masters_too(held)
-    for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
-        refuse_expanded(one.name, one.tensor)
-    essential = meta.valueless(model)
-    without = given.keys() | essential
-    wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
-    lacking = wanted if without else []
-    return bindings, fill.Job(
-        request.what, held, ranks, wanted, essential, request.strict, request.verify, request.progress, lacking
-    )
-
-
-def _filled(request: Request, kind: str, job: fill.Job) -> dict[str, Any]:
-    if kind in ("nothing", "a function"):
-        return initialise.by_init(job, request.model, request.source, request.seed)
-    if kind in ("a mapping", _EMPTY):
-        return fill.from_own_mapping(job, request.source)
-    if kind == _RANK_0:
-        return fill.from_first_rank(job, request.source)
-    return fill.from_merged(job, request.source)
-
-
-class Kinds(Comparison):
+def common_kind(what: str, source: Source) -> Combined:
     """Compares what ranks are given to fill a model from. Raises where they have different things, unless rank 0 alone
     has a mapping. The words of a load of files, which ranks may meet that have none, are these alone."""
 
-    def __init__(self, what: str, source: Source) -> None:
-        super().__init__()
-        self._what, self._source = what, source
-
-    def words(self) -> bytes:
-        return kind_of(self._source).encode(errors="backslashreplace")
-
-    def take(self, total: bytes) -> None:
-        self.common = total.decode()
-
-    def sum_up(self, by_rank: list[bytes]) -> bytes:
+    def common(by_rank: list[bytes]) -> bytes:
         if len(set(by_rank)) == 1:
             return by_rank[0]
         kinds = ", ".join(kind.decode() for kind in by_rank)
         if by_rank[0] == b"a mapping" and {*by_rank[1:]} <= {b"nothing", _EMPTY.encode()}:
             return _RANK_0.encode()
         way_out = "the same on all, or a mapping on rank 0 and None or {} elsewhere"
-        raise invalid(f"{self._what}: ranks have different sources: {kinds}; {way_out}")
+        raise invalid(f"{what}: ranks have different sources: {kinds}; {way_out}")
+
+    return Combined(kind_of(source).encode(errors="backslashreplace"), common)
 
 
 def kind_of(source: object) -> str:

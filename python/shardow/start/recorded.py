@@ -19,7 +19,6 @@ Numbered, as the code below:
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 import sys
 import types
@@ -144,9 +143,6 @@ class Recorder(TorchFunctionMode):
         global _recorder
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _recorder = self._outer
-        self._by_storage.clear()
-        self._computed.clear()
-        self._frame = None
 
     def watch(self, tensor: torch.Tensor, record: Record, module: nn.Module | None = None) -> None:
         record.tensor = id(tensor)
@@ -200,8 +196,8 @@ class Recorder(TorchFunctionMode):
                 return  # one of several steps
             self._frame = init
             name, func = init.f_code.co_name, getattr(nn.init, init.f_code.co_name)
-            local = init.f_locals  # made anew at each look
-            args, kwargs = (), {key: local[key] for key in _parameters(func)}
+            names, _, _, values = inspect.getargvalues(init)
+            args, kwargs = (), {key: values[key] for key in names}
             target = kwargs.get("tensor", target)
         elif not writes:
             return
@@ -256,11 +252,6 @@ def _head_bytes(tensor: torch.Tensor) -> int:
     if not plain or tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.data_ptr() == 0:
         return 0
     return min(max(_HEAD // tensor.itemsize, 1), tensor.numel()) * tensor.itemsize
-
-
-@functools.cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
 
 
 def _kept(given: torch.Tensor) -> Call:

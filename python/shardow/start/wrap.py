@@ -22,9 +22,9 @@ from shardow.model import origins
 from shardow.model.dtensor import empty_like
 from shardow.model.groups import choose_group, meshes_of
 from shardow.model.modules import is_container, repeated_blocks
-from shardow.model.names import join, walk
-from shardow.model.slots import slots
-from shardow.start.materialize import Kinds, Source, materialize
+from shardow.model.names import walk
+from shardow.model.slots import by_tensor, slots
+from shardow.start.materialize import Source, common_kind, materialize
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
 
@@ -74,7 +74,7 @@ def wrap(
         shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
         shared_out = [name for name, module in walk(model) if module in checked[0]]
         facts = {"tensors": shapes, "units": shared_out, "memory_efficient_init": memory_efficient_init}
-        return Step(checked, [Kinds("wrap()", source), equal_facts("wrap()", facts, ranks)])
+        return Step(checked, [common_kind("wrap()", source), equal_facts("wrap()", facts, ranks)])
 
     chosen, bindings, own = ranks.step("wrap()", prepare)
     if from_memory:
@@ -138,18 +138,13 @@ def _checked(
 def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
     if units is None:
         return [module for module in repeated_blocks(model) if not isinstance(module, FSDPModule)]
+    below = [(name, module) for name, module in walk(model) if module is not model]
     if callable(units):
-        found = [module for name, module in walk(model) if module is not model and units(name, module)]
+        found = [module for name, module in below if units(name, module)]
+    elif known := {unit if isinstance(unit, str) else unit.__name__ for unit in units}:
+        found = [module for _, module in below if any(cls.__name__ in known for cls in type(module).__mro__)]
     else:
-        wanted = list(units)
-        if not wanted:
-            return []
-        known = {one if isinstance(one, str) else one.__name__ for one in wanted}
-        found = [
-            module
-            for _, module in walk(model)
-            if module is not model and any(cls.__name__ in known for cls in type(module).__mro__)
-        ]
+        return []
     if not found:
         raise invalid(f"wrap(): no module of the model is one of units={units!r}")
     inner_first = dict.fromkeys(reversed(found))  # as torch wants
@@ -158,23 +153,19 @@ def _chosen(model: nn.Module, units: Units) -> list[nn.Module]:
 
 def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
     """FSDP2 would give a weight that two of its groups share to each of them, and they would train apart."""
-    units = set(map(id, chosen))
-    seen: dict[int, tuple[str, int]] = {}  # by tensor: its name, and the unit that it is in
+    ids = set(map(id, chosen))
+    units = {name: id(module) for name, module in walk(model) if id(module) in ids}
 
-    def visit(module: nn.Module, prefix: str, unit: int) -> None:
-        unit = id(module) if id(module) in units else unit
-        for key, param in module._parameters.items():
-            if param is None:
-                continue
-            name, first = seen.setdefault(id(param), (join(prefix, key), unit))
-            if first != unit:
-                tied = f"'{join(prefix, key)}' is the same tensor as '{name}'"
+    def unit_of(name: str) -> int | None:
+        while name and name not in units:
+            name = name.rpartition(".")[0]
+        return units.get(name)
+
+    for first, *others in by_tensor(slots(model, "parameter")).values():
+        for slot in others:
+            if unit_of(slot.name) != unit_of(first.name):
+                tied = f"'{slot.name}' is the same tensor as '{first.name}'"
                 raise invalid(f"wrap(): {tied}, in another unit; leave one of the two modules out of units=")
-        for key, child in module._modules.items():
-            if child is not None:
-                visit(child, join(prefix, key), unit)
-
-    visit(model, "", 0)
 
 
 def own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -192,13 +183,9 @@ def own_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
 
 def to_meta(model: nn.Module) -> None:
     """Parameters and persistent buffers that are not sharded yet; tied ones stay tied."""
-    moved: dict[int, torch.Tensor] = {}
-    for slot in list(slots(model, "parameter", "buffer")):
-        whole = slot.recorded
-        if isinstance(whole, DTensor):
-            continue
-        if id(whole) not in moved:
-            moved[id(whole)] = empty_like(whole, "meta")
-        slot.owner[slot.key] = moved[id(whole)]
-        if slot.kind == "parameter":
-            origins.remember(slot.module, slot.key)
+    for tied in by_tensor(slots(model, "parameter", "buffer")).values():
+        whole = tied[0].recorded
+        on_meta = whole if isinstance(whole, DTensor) else empty_like(whole, "meta")
+        for slot in tied:
+            slot.owner[slot.key] = on_meta
+    origins.remember_all(model)

@@ -17,7 +17,7 @@ from torch import nn
 
 import shardow
 from shardow.averages import replicas
-from shardow.integrations.masters import MastersEMA
+from shardow.integrations.common import MastersEMA
 
 Cut = dict[str, tuple[int, int]]
 

@@ -243,7 +243,7 @@ def meets_a_rank_that_is_gone(folder: Path, verb: str) -> Outcome:
     if dist.get_rank() == 1:
         home: Any
         home, name = {
-            "save": (engine._Opening, "_metadata"), "load": (engine._InMemory, "choose"), "swap": (Exchange, "_gather"),
+            "save": (engine.SaveCall, "_metadata"), "load": (engine.Load, "choose"), "swap": (Exchange, "_gather"),
         }[verb]  # fmt: skip
         setattr(home, name, leave)
     return outcome(calls[verb])

@@ -21,7 +21,7 @@ from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, followin
 from shardow.model.match import compare
 from shardow.model.names import clean_file_key, refuse_scripted
 from shardow.model.piece import Piece
-from shardow.start.materialize import Request, fill_model
+from shardow.start.materialize import Request
 
 
 def follow(
@@ -111,7 +111,7 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
             view = module.core.view  # what is not averaged is the model's own, and stays
             load_averages(module.core, state, strict, [*view.parameters, *view.buffers])
         else:
-            fill_model(Request(what, module, state, strict=strict))
+            Request(what, module, state, strict=strict).run()
     except errors.InvalidArgumentError as error:
         raise invalid(str(error), RuntimeError) from None
 

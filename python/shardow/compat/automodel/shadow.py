@@ -145,7 +145,7 @@ class EMAManager(Managed):
             to_save = engine.ToSave([engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None))
             return Step(to_save, [equal_updates(what, self.updates, self._ranks)])
 
-        engine.write(find, path, self._ranks, what=what)
+        engine.SaveCall(find, path, self._ranks, what).write()
         return path
 
     def _names(self) -> Mapping[str, object]:

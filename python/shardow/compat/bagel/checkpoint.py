@@ -154,16 +154,13 @@ def _load(model: nn.Module, path: Path, ranks: RankGroup, logger: Any, check_onl
 
     what, names = "try_load_ckpt()", list[str]()
 
-    def look() -> fill.Job:
+    def look() -> Step[fill.Job]:
         held = held_by(model, ranks.process_group, saving=False)
         held.parts = [part for part in held.parts if part.name not in fixed]
         names[:] = [part.name for part in held.parts]
-        return fill.Job(what, held, ranks, names, valueless, strict=False, verify=True, progress=None)
+        return Step(fill.Job(what, held, ranks, names, valueless, strict=False))
 
-    def finish(job: fill.Job, _: dict[str, Any]) -> None:
-        job.held.put_back()
-
-    report = fill.FileLoad(path, look, finish).fill(ranks, what, check_only)
+    report = fill.FileLoad(path, look).fill(ranks, what, check_only)
     if len(report["missing"]) == len(names):
         there, here = ", ".join(report["unexpected"][:5]), ", ".join(names[:5])
         raise invalid(f"try_load_ckpt(): {path} has nothing of this model: it has {there} ..., the model {here} ...")

@@ -178,7 +178,7 @@ class EMA_FSDP:
         view, written = averages.together("copy_to()", ready)
         pairs = list(zip(written, averages.tracked, strict=True))
         alike = all(there.region == here.region for there, here in pairs)
-        if not averages.ranks.decide("copy_to()", b"" if alike else b"1", lambda _: b"1"):
+        if not averages.ranks.combine("copy_to()", lambda: b"" if alike else b"1", b"".join):
             torch._foreach_copy_([there.weights() for there, _ in pairs], [here.averages[0] for _, here in pairs])
             for one in written:
                 one.scatter()

@@ -276,7 +276,7 @@ class DistEMA:
             file = engine.FileParts("", self._held(saving=True).parts, {CONFIG: json.dumps(self.config)})
             return Step(engine.ToSave([file], {}), [equal_updates("save()", self.decay_steps, self._ranks)])
 
-        engine.write(find, path, self._ranks)
+        engine.SaveCall(find, path, self._ranks).write()
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
@@ -309,7 +309,7 @@ class _Load(engine.Load):
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""
 
-    def choose(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         metadata = files[0].metadata
         if CONFIG not in metadata:
             why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
@@ -317,7 +317,7 @@ class _Load(engine.Load):
         self.steps = steps_in(json.loads(metadata[CONFIG]), self._ema.config)
         return [(self._held.parts, True)]
 
-    def end(self) -> None:
+    def has_read(self) -> None:
         self._held.put_back()
 
 

@@ -20,7 +20,7 @@ from shardow.compat.files import torch_files
 from shardow.compat.files.torch_files import whole_state_dict
 from shardow.compat.twinkle.helpers import fsdp_pretrained_load_context
 from shardow.model.parts import held_by
-from shardow.start.materialize import Request, fill_model
+from shardow.start.materialize import Request
 
 _LORA = ("lora_A", "lora_B", "lora_embedding")
 
@@ -89,7 +89,7 @@ class Strategy(ABC):
         found = ranks.agree(
             "load_peft_weights()", lambda: _named(inner, adapter_weights or {}, adapter_name) if given else None
         )
-        fill_model(Request("load_peft_weights()", inner, found, strict=False))
+        Request("load_peft_weights()", inner, found, strict=False).run()
 
     # ---- the optimizer
 

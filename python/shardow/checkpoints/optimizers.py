@@ -233,9 +233,10 @@ class Resumed:
         self._optimizer.load_state_dict({"state": self._state, "param_groups": groups})
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
         for index, state in self._state.items():
-            now = self._optimizer.state[order[index]]
+            param = order[index]
+            now = self._optimizer.state[param]
             for key in (state.keys() & now.keys()) - {"step"}:
-                now[key] = tree_map(_uncast, state[key], now[key])
+                now[key] = tree_map(partial(_as_it_was, param), state[key], now[key])
 
 
 def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
@@ -254,13 +255,16 @@ def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
     return found[0]
 
 
-def _uncast(value: Any, cast: Any) -> Any:
-    """What torch's load_state_dict() cast to the parameter's device, and to its dtype: the dtype is what it was, and so
-    is a text.
+def _as_it_was(param: torch.Tensor, value: Any, cast: Any) -> Any:
+    """Returns what torch's load_state_dict() cast to the parameter's device, and to its dtype: the dtype is what it was,
+    and so is a text. It lies as its parameter does: torch's fused steps want that.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    return cast if cast.dtype == value.dtype else value.to(cast.device)
+    kept = cast if cast.dtype == value.dtype else value.to(cast.device)
+    if isinstance(kept, DTensor) or kept.shape != param.shape or kept.stride() == param.stride():
+        return kept
+    return torch.empty_like(param.detach(), dtype=kept.dtype, device=kept.device).copy_(kept)
 
 
 def _same(one: Any, other: Any) -> bool:

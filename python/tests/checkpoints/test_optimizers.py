@@ -212,6 +212,23 @@ def test_memory_of_a_state_that_fits_is_used_again(tmp_path: Path) -> None:
     assert equal(state_of(optimizer), expected)
 
 
+def test_states_lie_as_their_parameter_does(tmp_path: Path) -> None:
+    """With and without memory from before; torch's fused steps want that."""
+    models = [torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.arange(150.0).view(2, 3, 5, 5)).square().sum().backward()
+        optimizer.step()
+    checkpoints = shardow.Checkpoints(tmp_path)
+    checkpoints.save(1, model=models[0], optimizer=optimizers[0])
+    for optimizer in (optimizers[1], torch.optim.Adam(models[1].parameters())):
+        checkpoints.restore(model=models[1], optimizer=optimizer)
+        for saved, weight in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            there, here = optimizers[0].state[saved]["exp_avg"], optimizer.state[weight]["exp_avg"]
+            assert torch.equal(there, here)
+            assert here.stride() == weight.stride()
+
+
 def test_states_in_another_dtype_than_their_parameter_keep_it(tmp_path: Path) -> None:
     """torch's load_state_dict() would round them."""
     model = nn.Linear(4, 3).bfloat16()

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from causal_forcing_models import Block, Wrapper, assert_same, averaged, expected, generator, shake
 from torch import nn
 
-from shardow.compat.causal_forcing import EMA_FSDP, fsdp_state_dict, load_model_pt, write_model_pt
-from shardow.compat.causal_forcing.model_pt import read_model_pt
+from shardow.compat.causal_forcing import EMA_FSDP, fsdp_state_dict, load_model_pt, read_model_pt, write_model_pt
 from shardow.compat.files import torch_files
 
 
@@ -134,7 +133,7 @@ def _gathers(folder: str) -> int:
     ema = averaged(model)
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardow.compat.causal_forcing.model_pt.whole_state_dict", lambda model: calls.append(model))
+        patch.setattr("shardow.compat.causal_forcing.whole_state_dict", lambda model: calls.append(model))
         write_model_pt(f"{folder}/model.pt", ema)
     whole = fsdp_state_dict(model)
     assert (set(whole) == set(Wrapper().state_dict())) if dist.get_rank() == 0 else whole == {}

@@ -175,7 +175,7 @@ def _half_written(directory: str) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
-            patched.setattr(bagel.checkpoint.torch_files, "write", fails)
+            patched.setattr(bagel.torch_files, "write", fails)
         with pytest.raises((OSError, shardow.Error), match="No space left"):
             FSDPCheckpoint.fsdp_save_ckpt(directory, 2, model, ema_model, optimizer, None, None, Log(), FULL)
     dist.barrier()

@@ -27,8 +27,8 @@ from shardow.base.checks import invalid, one_of
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.swapped_model_proxy import ranks_of
 from shardow.compat.files import torch_files
-from shardow.compat.files.torch_files import whole_state_dict
 from shardow.ema import EMA, model_averages
+from shardow.files.checkpoint import full_state_dict
 from shardow.model.match import compare
 from shardow.model.names import called, model_and_root, without_wrappers
 from shardow.model.slots import slots
@@ -207,7 +207,7 @@ def fsdp_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole CPU tensors of the live model, parameters and persistent buffers, under clean names, on rank 0; {}
     elsewhere. Collective.
     """
-    return whole_state_dict(model)
+    return full_state_dict(model)
 
 
 # ---- model.pt: ``{"generator_ema": {key: tensor}, "generator": ...}`` by torch.save()
@@ -231,7 +231,7 @@ def write_model_pt(
     if ema is None and not models:
         raise invalid("write_model_pt(): nothing to write; give ema=, generator= or other models")
     content = {} if ema is None else {"generator_ema": ema.full_state_dict(key_style=key_style)}
-    content.update({name: whole_state_dict(model_and_root(model)[0]) for name, model in models.items()})
+    content.update({name: full_state_dict(model_and_root(model)[0]) for name, model in models.items()})
     ranks = ranks_of(model_and_root(next(iter(models.values())))[0]) if ema is None else model_averages(ema.ema).ranks
     ranks.agree("write_model_pt()", lambda: torch_files.write(content, path) if ranks.rank == 0 else None)
 

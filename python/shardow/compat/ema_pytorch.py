@@ -19,7 +19,7 @@ from shardow.base.checks import invalid, one_of, unsupported
 from shardow.compat._impl.averaged_copy import AveragedModule, Choose, Fate, Kind, everything
 from shardow.compat._impl.given_memory import warn_of_rounding
 from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, following, proxy_for, whole_averages
-from shardow.compat.files.torch_files import whole_state_dict
+from shardow.files.checkpoint import full_state_dict
 from shardow.model.modules import modes_kept
 from shardow.model.names import walk
 
@@ -263,7 +263,7 @@ class EMA(nn.Module):
             return whole_averages(self)
         parts = {"ema_model": whole_averages(self.ema_model)}
         if self.include_online_model:
-            parts["online_model"] = whole_state_dict(self.model)
+            parts["online_model"] = full_state_dict(self.model)
         full = {f"{prefix}.{name}": tensor for prefix, state in parts.items() for name, tensor in state.items()}
         return {**full, "initted": self.initted.cpu().clone(), "step": self.step.cpu().clone()} if full else {}
 

@@ -133,7 +133,7 @@ def _gathers(folder: str) -> int:
     ema = averaged(model)
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardow.compat.causal_forcing.whole_state_dict", lambda model: calls.append(model))
+        patch.setattr("shardow.compat.causal_forcing.full_state_dict", lambda model: calls.append(model))
         write_model_pt(f"{folder}/model.pt", ema)
     whole = fsdp_state_dict(model)
     assert (set(whole) == set(Wrapper().state_dict())) if dist.get_rank() == 0 else whole == {}

@@ -24,25 +24,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import nn
 
 from shardow import errors
 from shardow.compat.files.published import new_file
 from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
 from shardow.distributed.transfers import empty
-from shardow.model.parts import Held, held_by
-from shardow.model.swap_guard import refuse_foreign
-
-
-def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
-    """CPU tensors of parameters and persistent buffers, under all clean names, on rank 0; {} elsewhere. Collective.
-    ``wanted``: names.
-    """
-    held = held_by(model, None, saving=False)
-    refuse_foreign("a state of the whole model", held.memory, instead="for the weights")
-    held.parts = [part for part in held.parts if wanted(part.name)]
-    return Gatherer("state_dict()", held.parts, RankGroup(held.process_group, None)).whole(held.names)
+from shardow.model.parts import Held
 
 
 def write(content: Any, path: str | Path) -> None:

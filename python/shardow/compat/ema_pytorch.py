@@ -14,11 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardow.averages import copies
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of, unsupported
-from shardow.compat._impl.averaged_copy import AveragedModule, Choose, Fate, Kind, everything
+from shardow.compat._impl.averaged_copy import AveragedCopy, Choose, Fate, Kind, everything
 from shardow.compat._impl.given_memory import warn_of_rounding
-from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, following, proxy_for, whole_averages
+from shardow.compat._impl.swapped_model_proxy import (
+    AveragesOfProxy,
+    SwappedModelProxy,
+    fates,
+    proxy_for,
+    whole_averages,
+)
 from shardow.files.checkpoint import full_state_dict
 from shardow.model.modules import modes_kept
 from shardow.model.names import walk
@@ -81,7 +88,7 @@ class EMA(nn.Module):
         self.move_ema_to_online_device = move_ema_to_online_device
         self._replicas = one_of("replicas", replicas, ("copy", "split"))
         self._made_for: Any = None
-        self._followers: dict[tuple[bool, bool], AveragedModule] = {}
+        self._followers: dict[tuple[bool, bool], _Follower] = {}
         self._raw_names: dict[str, str] = {}
         self.ema_model: Any = None
         if not lazy_init_ema:
@@ -200,7 +207,7 @@ class EMA(nn.Module):
             follower = self._follower(back=ma_model is self.model)
         else:
             _warn_of_rounding(ma_model)
-            follower = following(ma_model, current_model, "lerp", self._fate)
+            follower = _following(ma_model, current_model, self._fate)
         follower.update(current_model, decay, 1.0 - decay)
 
     def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
@@ -227,7 +234,7 @@ class EMA(nn.Module):
         else:
             self.update_moving_average(self.model, self.ema_model, decay)
 
-    def _follower(self, back: bool, whole: bool = False) -> AveragedModule:
+    def _follower(self, back: bool, whole: bool = False) -> _Follower:
         """Of the averages, or on the way ``back`` of the model. ``whole``: names don't count. Made anew where models or
         names changed.
         """
@@ -242,7 +249,7 @@ class EMA(nn.Module):
             choose: Choose = everything if whole else self._fate
             module, model = (self.model, self.ema_model) if back else (self.ema_model, self.model)
             choose = _of_floating(choose) if back else choose
-            self._followers[back, whole] = following(module, model, "lerp", choose)
+            self._followers[back, whole] = _following(module, model, choose)
         return self._followers[back, whole]
 
     def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
@@ -277,6 +284,45 @@ class EMA(nn.Module):
         if isinstance(self.ema_model, SwappedModelProxy):
             raise unsupported("averages of a sharded model are kept with it, and cannot be copied; save state_dict()")
         return {**self.__dict__, "_made_for": None, "_followers": {}}
+
+
+class _WayBack:
+    """The model follows the averages of its proxy. Collective where they are divided."""
+
+    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
+        self._proxy, self._choose = proxy, choose
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, decay: float, weight: float) -> None:
+        averages, what = self._proxy.core, "update_model_with_ema()"
+
+        def fill() -> None:
+            for row, fate in fates(averages, self._choose):
+                target, average = row.weights(), row.averages[0]
+                if fate == "average":
+                    average = torch.lerp(target.to(average.dtype), average, weight)
+                if fate != "leave":
+                    target.copy_(average)
+
+        averages.together(what, lambda: averages.swap.ready(what))
+        copies.write(averages, fill)
+
+    def copy(self, model: nn.Module) -> None:
+        """All weights become their averages, whatever their fate."""
+        self._proxy.ema.feed_back()
+
+
+_Follower = AveragedCopy | AveragesOfProxy | _WayBack
+
+
+def _following(module: nn.Module, model: nn.Module, choose: Choose) -> _Follower:
+    """Keeps ``module`` at the averages of ``model``, one of which may be a proxy of the other."""
+    proxy, other = (module, model) if isinstance(module, SwappedModelProxy) else (model, module)
+    if not isinstance(proxy, SwappedModelProxy):
+        return AveragedCopy(module, "lerp", choose)
+    if proxy.core.view.model is not other:
+        raise invalid("these averages are another model's; of a sharded model they stay with it")
+    return AveragesOfProxy(proxy, choose) if proxy is module else _WayBack(proxy, choose)
 
 
 def _warn_of_rounding(module: nn.Module) -> None:

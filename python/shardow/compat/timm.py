@@ -15,8 +15,8 @@ from torch import nn
 
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import invalid, unsupported
-from shardow.compat._impl.averaged import Averaged, follow, load
-from shardow.compat._impl.averaged_copy import AveragedCopy, AveragedModule, Fate, Kind
+from shardow.compat._impl.averaged import Averaged, Follower, follow, load
+from shardow.compat._impl.averaged_copy import AveragedCopy, Fate, Kind
 from shardow.compat._impl.averaged_copy import Rule as Chosen
 from shardow.compat._impl.swapped_model_proxy import NARROW, ranks_of, whole_averages
 from shardow.compat.files import torch_files
@@ -153,11 +153,11 @@ class ModelEmaV3(Averaged):
         ``exclude_buffers``."""
         self._average(self._followed_by(True), model, decay)
 
-    def _average(self, follower: AveragedModule, model: nn.Module, decay: float) -> None:
+    def _average(self, follower: Follower, model: nn.Module, decay: float) -> None:
         weight = 1.0 - decay
         follower.update(model, 1.0 - weight, weight)
 
-    def _followed_by(self, exclude_buffers: bool) -> AveragedModule:
+    def _followed_by(self, exclude_buffers: bool) -> Follower:
         own = self._follow()
         if exclude_buffers == self.exclude_buffers:
             return own

@@ -14,35 +14,44 @@ from torch.nn.modules.module import _IncompatibleKeys
 from shardow import errors
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
-from shardow.compat._impl.averaged_copy import AveragedModule, Choose, Rule, everything_saved
+from shardow.compat._impl.averaged_copy import AveragedCopy, Choose, Rule, everything_saved
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.given_memory import warn_of_rounding
-from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, following, proxy_for, ranks_of, whole_averages
+from shardow.compat._impl.swapped_model_proxy import (
+    AveragesOfProxy,
+    SwappedModelProxy,
+    proxy_for,
+    ranks_of,
+    whole_averages,
+)
 from shardow.model.match import compare
 from shardow.model.names import clean_file_key, refuse_scripted
 from shardow.model.piece import Piece
 from shardow.start.materialize import Request, fill_model
 
+Follower = AveragedCopy | AveragesOfProxy
+
 
 def follow(
     model: nn.Module, rule: Rule, choose: Choose = everything_saved, *, device: Any = None,
     dtype: torch.dtype | None = None, replicas: Replicas = "copy", **rounding: Any,
-) -> AveragedModule:  # fmt: skip
+) -> Follower:  # fmt: skip
     """Returns the averages of a copy of ``model``; of a proxy where none can be had, or ``replicas="split"``: ranks
     with the same weights keep a part of the averages each. That is chosen once, and collective then. ``rule``,
     ``choose``: as in AveragedCopy. ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16
     bits, as in GivenMemory."""
     one_of("replicas", replicas, ("split", "copy"))
     refuse_scripted(model.named_modules())
-    module: nn.Module | None = proxy_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
-    if module is None:
-        module = copy.deepcopy(model)
-        if device is not None or dtype is not None:
-            module.to(device=device, dtype=dtype)
-        if not rounding.get("stochastic"):
-            way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
-            warn_of_rounding(module.parameters(), way_out)
-    return following(module, model, rule, choose, **rounding)
+    proxy = proxy_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
+    if proxy is not None:
+        return AveragesOfProxy(proxy, choose)
+    module = copy.deepcopy(model)
+    if device is not None or dtype is not None:
+        module.to(device=device, dtype=dtype)
+    if not rounding.get("stochastic"):
+        way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
+        warn_of_rounding(module.parameters(), way_out)
+    return AveragedCopy(module, rule, choose, **rounding)
 
 
 class Averaged(nn.Module):
@@ -50,11 +59,11 @@ class Averaged(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, follower: AveragedModule) -> None:
+    def __init__(self, follower: Follower) -> None:
         super().__init__()
         self._follower, self.module = follower, follower.module
 
-    def _follow(self) -> AveragedModule:
+    def _follow(self) -> Follower:
         """``module`` may have been replaced since."""
         self._follower.module = self.module
         return self._follower

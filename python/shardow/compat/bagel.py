@@ -25,10 +25,9 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from shardow import errors
 from shardow.base.checks import invalid, unsupported, warn
+from shardow.compat._impl import files
 from shardow.compat._impl.averaged_copy import TrainedCopy
 from shardow.compat._impl.swapped_model_proxy import all_ranks
-from shardow.compat.files import torch_files
-from shardow.compat.files.published import publish
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.files.checkpoint import save
 from shardow.model.parts import held_by
@@ -183,13 +182,13 @@ class FSDPCheckpoint:
 
         def write_rest(partial: Path) -> None:
             if writes:
-                torch_files.write(optimizer.state_dict(), partial / shard_name)
+                files.write(optimizer.state_dict(), partial / shard_name)
             if ranks.rank == 0 and scheduler is not None:
-                torch_files.write(scheduler.state_dict(), partial / "scheduler.pt")
+                files.write(scheduler.state_dict(), partial / "scheduler.pt")
             if ranks.rank == 0 and data_status is not None:
-                torch_files.write(data_status, partial / "data_status.pt")
+                files.write(data_status, partial / "data_status.pt")
 
-        publish("fsdp_save_ckpt()", path, _beside(path, ranks), ranks, fill)
+        files.publish("fsdp_save_ckpt()", path, _beside(path, ranks), ranks, fill)
 
     @staticmethod
     def try_load_ckpt(

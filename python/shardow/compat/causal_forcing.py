@@ -24,9 +24,9 @@ from shardow.averages import copies
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
+from shardow.compat._impl import files
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.swapped_model_proxy import ranks_of
-from shardow.compat.files import torch_files
 from shardow.ema import EMA, model_averages
 from shardow.files.checkpoint import full_state_dict
 from shardow.model.match import compare
@@ -233,14 +233,14 @@ def write_model_pt(
     content = {} if ema is None else {"generator_ema": ema.full_state_dict(key_style=key_style)}
     content.update({name: full_state_dict(model_and_root(model)[0]) for name, model in models.items()})
     ranks = ranks_of(model_and_root(next(iter(models.values())))[0]) if ema is None else model_averages(ema.ema).ranks
-    ranks.agree("write_model_pt()", lambda: torch_files.write(content, path) if ranks.rank == 0 else None)
+    ranks.agree("write_model_pt()", lambda: files.write(content, path) if ranks.rank == 0 else None)
 
 
 def read_model_pt(path: str | Path, entry: str = "generator_ema") -> dict[str, torch.Tensor]:
     """One entry's tensors, mapped from the file, without wrappers in their keys. Raises KeyError where there is no such
     entry.
     """
-    content = torch_files.read(path)
+    content = files.read(path)
     if not isinstance(content, Mapping) or not isinstance(content.get(entry), Mapping):
         there = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
         raise errors.make("not_found", f"{path} has no {entry!r}; it has {there[:400]}")

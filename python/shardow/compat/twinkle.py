@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardow.base.checks import invalid, unsupported, warn
+from shardow.compat._impl import files
 from shardow.compat._impl.swapped_model_proxy import all_ranks, ranks_of
-from shardow.compat.files import torch_files
 from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
 from shardow.files.checkpoint import full_state_dict
@@ -129,9 +129,7 @@ class Strategy(ABC):
             state: Any = get_optimizer_state_dict(self.unwrap_model(model), raw, options=options)
         else:
             state = raw.state_dict()
-        ranks.agree(
-            "save_optimizer_checkpoint()", lambda: torch_files.write(state, output_path) if ranks.rank == 0 else None
-        )
+        ranks.agree("save_optimizer_checkpoint()", lambda: files.write(state, output_path) if ranks.rank == 0 else None)
 
     def load_optimizer_checkpoint(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, input_path: str | Path
@@ -142,7 +140,7 @@ class Strategy(ABC):
         raw, ranks = _raw(optimizer), all_ranks()
         wrapped = self.needs_wrapped_optimizer_state()
         reads = ranks.rank == 0 or not wrapped
-        state = ranks.agree("load_optimizer_checkpoint()", lambda: torch_files.read(input_path) if reads else {})
+        state = ranks.agree("load_optimizer_checkpoint()", lambda: files.read(input_path) if reads else {})
         if wrapped:
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks.size > 1)
             set_optimizer_state_dict(self.unwrap_model(model), raw, state, options=options)

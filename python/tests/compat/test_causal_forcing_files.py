@@ -14,8 +14,8 @@ import torch.distributed as dist
 from causal_forcing_models import Block, Wrapper, assert_same, averaged, expected, generator, shake
 from torch import nn
 
+from shardow.compat._impl import files
 from shardow.compat.causal_forcing import EMA_FSDP, fsdp_state_dict, load_model_pt, read_model_pt, write_model_pt
-from shardow.compat.files import torch_files
 
 
 def _gather_raises() -> None:
@@ -218,8 +218,8 @@ def test_a_decay_that_was_set_is_the_one_to_ask_for() -> None:
 
 def test_a_file_that_could_not_be_written_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    torch_files.write({"step": 1}, path)
+    files.write({"step": 1}, path)
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        torch_files.write({"step": lambda: 2}, path)
-    assert torch_files.read(path) == {"step": 1}
+        files.write({"step": lambda: 2}, path)
+    assert files.read(path) == {"step": 1}
     assert [left.name for left in tmp_path.iterdir()] == ["model.pt"]

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, warn
+from shardow.compat._impl import files
 from shardow.compat._impl.filling import fill
-from shardow.compat.files import torch_files
-from shardow.compat.files.published import publish
 from shardow.distributed.rank_group import RankGroup, Step, equal_updates
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
@@ -118,7 +117,7 @@ class Managed(ABC):
             with _quiet_alone():
                 dcp_save(entries, checkpoint_id=str(partial), process_group=self._ranks.process_group)
 
-        publish("save()", path, path.with_name(f".{path.name}.partial"), self._ranks, write)
+        files.publish("save()", path, path.with_name(f".{path.name}.partial"), self._ranks, write)
 
     @torch.no_grad()
     def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
@@ -174,7 +173,7 @@ class Managed(ABC):
         """
         held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"
-        torch_files.write_gathered("export_shadow()", path, held, self._ranks, kind)
+        files.write_gathered("export_shadow()", path, held, self._ranks, kind)
         return path
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:

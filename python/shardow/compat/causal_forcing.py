@@ -343,14 +343,7 @@ def barrier() -> None:
 
 def launch_distributed_job(backend: str = "nccl") -> None:
     """The process group that torchrun's variables tell of, and this process's CUDA device where there are any."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(minutes=30),
-    )
+    dist.init_process_group(backend, timeout=timedelta(minutes=30))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 

@@ -316,10 +316,8 @@ def fsdp_wrap(
         "sharding_strategy": _STRATEGIES[sharding_strategy],
         "mixed_precision": _BF16 if mixed_precision else None,
         "device_id": device,
-        "limit_all_gathers": True,
         "use_orig_params": True,
         "cpu_offload": CPUOffload(offload_params=cpu_offload),
-        "sync_module_states": False,
     }
     return FullyShardedDataParallel(module, **{**chosen, **options})
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardow.averages import copies
 from shardow.averages.options import Replicas
-from shardow.base.checks import invalid, one_of, unsupported
+from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl.averaged_copy import AveragedCopy, Choose, Fate, Kind, everything
 from shardow.compat._impl.given_memory import warn_of_rounding
 from shardow.compat._impl.swapped_model_proxy import (
@@ -28,7 +28,7 @@ from shardow.compat._impl.swapped_model_proxy import (
 )
 from shardow.files.checkpoint import full_state_dict
 from shardow.model.modules import modes_kept
-from shardow.model.names import walk
+from shardow.model.names import called
 
 
 class EMA(nn.Module):
@@ -86,10 +86,9 @@ class EMA(nn.Module):
         self.update_model_with_ema_beta = update_model_with_ema_beta
         self.forward_method_names = forward_method_names
         self.move_ema_to_online_device = move_ema_to_online_device
-        self._replicas = one_of("replicas", replicas, ("copy", "split"))
+        self._replicas = replicas
         self._made_for: Any = None
         self._followers: dict[tuple[bool, bool], _Follower] = {}
-        self._raw_names: dict[str, str] = {}
         self.ema_model: Any = None
         if not lazy_init_ema:
             self.init_ema(ema_model if isinstance(ema_model, nn.Module) or ema_model is None else ema_model())
@@ -207,7 +206,7 @@ class EMA(nn.Module):
             follower = self._follower(back=ma_model is self.model)
         else:
             _warn_of_rounding(ma_model)
-            follower = _following(ma_model, current_model, self._fate)
+            follower = _following(ma_model, current_model, partial(self._fate, called(self.model)))
         follower.update(current_model, decay, 1.0 - decay)
 
     def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
@@ -243,19 +242,16 @@ class EMA(nn.Module):
         if self._made_for != made_for:
             _warn_of_rounding(self.ema_model)
             self._made_for, self._followers = made_for, {}
-            modules = zip(walk(self.model), self.model.named_modules(remove_duplicate=False), strict=True)
-            self._raw_names = {clean: raw for (clean, _), (raw, _) in modules}
         if (back, whole) not in self._followers:
-            choose: Choose = everything if whole else self._fate
+            choose: Choose = everything if whole else partial(self._fate, called(self.model))
             module, model = (self.model, self.ema_model) if back else (self.ema_model, self.model)
             choose = _of_floating(choose) if back else choose
             self._followers[back, whole] = _following(module, model, choose)
         return self._followers[back, whole]
 
-    def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+    def _fate(self, with_wrappers: Callable[[str], str], name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
         """By the name, or by what it is with the names of wrappers."""
-        prefix, _, key = name.rpartition(".")
-        names = {name, f"{self._raw_names.get(prefix, prefix)}.{key}".removeprefix(".")}
+        names = {name, with_wrappers(name)}
         if names & self.ignore_names or any(one.startswith(tuple(self.ignore_startswith_names)) for one in names):
             return "leave"
         return "copy" if names & self.param_or_buffer_names_no_ema else "average"

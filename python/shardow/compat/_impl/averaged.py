@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import errors
 from shardow.averages.options import Replicas
-from shardow.base.checks import invalid, one_of
+from shardow.base.checks import invalid
 from shardow.compat._impl.averaged_copy import AveragedCopy, Choose, Rule, everything_saved
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.given_memory import warn_of_rounding
@@ -40,7 +40,6 @@ def follow(
     with the same weights keep a part of the averages each. That is chosen once, and collective then. ``rule``,
     ``choose``: as in AveragedCopy. ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16
     bits, as in GivenMemory."""
-    one_of("replicas", replicas, ("split", "copy"))
     refuse_scripted(model.named_modules())
     proxy = proxy_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
     if proxy is not None:

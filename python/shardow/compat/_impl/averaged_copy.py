@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -169,7 +168,7 @@ class TrainedCopy(AveragedCopy):
     _warned = False
 
     def __init__(self, module: nn.Module, keeps: bool) -> None:
-        super().__init__(module, "mul_add")
+        super().__init__(module, "mul_add", self._fate)
         self._keeps = keeps
         self.names: dict[str, None] = {}  # of what is averaged, in the model's order
 
@@ -190,7 +189,11 @@ class TrainedCopy(AveragedCopy):
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         kept = self.names if self._keeps else ()
         self._trained = {local.name: None for local in weights.parameters if local.requires_grad or local.name in kept}
-        self._choose = functools.partial(_fate, self._trained)
+
+    def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+        if kind == "parameter":
+            return "average" if name in self._trained else "leave"
+        return "copy" if kind == "buffer" else "leave"
 
     def _pair(self, model: nn.Module) -> None:
         super()._pair(model)
@@ -198,9 +201,3 @@ class TrainedCopy(AveragedCopy):
         averages = (local.tensor for local in self._ours.parameters if local.name in self.names)
         way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
         self._warned = self._warned or warn_of_rounding(averages, way_out)
-
-
-def _fate(trained: Collection[str], name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
-    if kind == "parameter":
-        return "average" if name in trained else "leave"
-    return "copy" if kind == "buffer" else "leave"

@@ -16,7 +16,7 @@ from torch import nn
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked
-from shardow.base.checks import invalid, unsupported
+from shardow.base.checks import invalid, one_of, unsupported
 from shardow.compat._impl.averaged_copy import Change, Choose, Fate, Kind, Rule
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.given_memory import copy_all
@@ -115,7 +115,7 @@ def proxy_for(
     ``choose`` will make of it; they are float32 (float64 of such weights, ``dtype`` if given; 16-bit ones only where
     they are rounded stochastically). Buffers that are not saved are the model's own. Collective over the ranks that
     share the model."""
-    if not needed(model, replicas):
+    if not needed(model, one_of("replicas", replicas, ("copy", "split"))):
         return None
     view = find(model, odd=True)
     weights = [local.tensor.dtype for local in view.parameters if _is_averaged(choose, local, "parameter")]

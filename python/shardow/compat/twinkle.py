@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
 from shardow.files.checkpoint import full_state_dict
 from shardow.model import origins
+from shardow.model.match import fit
 from shardow.model.modules import repeated_blocks
 from shardow.model.parts import held_by
 from shardow.model.slots import by_tensor, slots, slots_of
@@ -159,25 +162,17 @@ def _is_of_adapter(name: str, adapter: str) -> bool:
 
 
 def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
-    """By the model's own names."""
-    names = {alias: name for name, aliases in held_by(model, None, saving=False).names.items() for alias in aliases}
-    places = {key: next((names[one] for one in _called(key, adapter) if one in names), None) for key in weights}
-    unknown = [key for key, name in places.items() if name is None]
-    found = {name: weights[key] for key, name in places.items() if name is not None}
-    missing = sorted({name for name in names.values() if _is_of_adapter(name, adapter)} - found.keys())
-    if unknown or missing:
-        raise invalid(
-            f"load_peft_weights(): adapter '{adapter}' does not fit, nothing was loaded: missing "
-            f"{', '.join(missing[:8]) or 'nothing'}; fits nothing: {', '.join(unknown[:8]) or 'nothing'}",
-            KeyError,
-        )
-    return found
-
-
-def _called(key: str, adapter: str) -> Iterator[str]:
-    """What PEFT may call in the model what it calls ``key`` in a file."""
-    prefix, _, last = key.rpartition(".")
-    yield from (key, f"{prefix}.{adapter}.{last}", f"{key}.{adapter}", f"{prefix}.modules_to_save.{adapter}.{last}")
+    """By the model's own names. A file of PEFT's has them without the adapter's, and without ``modules_to_save``."""
+    held, in_model = (
+        held_by(model, None, saving=False),
+        re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)"),
+    )
+    held.names = {name: (*names, *(in_model.sub("", alias) for alias in names)) for name, names in held.names.items()}
+    where = f"adapter '{adapter}'"
+    found = fit(held, weights, where)
+    missing = [name for name in found.missing if _is_of_adapter(name, adapter)]
+    replace(found, missing=missing).refuse("load_peft_weights()", where, KeyError)
+    return {name: weights[key] for name, key in found.keys.items()}
 
 
 class NativeFSDPStrategy(Strategy):

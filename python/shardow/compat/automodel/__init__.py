@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,7 +75,7 @@ class EMAManager(Managed):
         self._shadow: dict[str, torch.Tensor] = {
             part.name: look(weights.get(part.name), part.flat, part.region) for part in self._averages.parts()
         }
-        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._frozen = self._averages.view.frozen()
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -84,15 +84,14 @@ class EMAManager(Managed):
         has no average."""
         if model is not self._model or not self._averages.view.unchanged_at_rest():
             self._follow(model)
-        if any(parameter.requires_grad for parameter in self._frozen):
-            self._refuse_new(find(model))
+        self._refuse_new(name for name, parameter in self._frozen if parameter.requires_grad)
         self._averages.update_by(self.decay, 1.0 - self.decay)
         self.updates += 1
 
     def _follow(self, model: nn.Module) -> None:
         self._averages.swap.refuse("update()")
         view, view_now = self._averages.view, find(model, group=self._group)
-        self._refuse_new(view_now)
+        self._refuse_new(local.name for local in view_now.parameters if local.requires_grad)
         if self._averages.swap.follow_moves() and _places(view) == _places(view_now):
             self._model = model
             return
@@ -114,9 +113,8 @@ class EMAManager(Managed):
         self.__dict__.update(state, _everybody=all_ranks())
         self._bind(self._model, self._ema)
 
-    def _refuse_new(self, view: ModelView) -> None:
-        new = [local.name for local in view.parameters if local.requires_grad and local.name not in self._shadow]
-        if new:
+    def _refuse_new(self, trained: Iterable[str]) -> None:
+        if new := [name for name in trained if name not in self._shadow]:
             raise invalid(
                 f"'{new[0]}' and {len(new) - 1} more are trained, but were frozen or absent when averages were made; "
                 f"{_AGAIN}"

@@ -14,7 +14,6 @@ holds one tensor at a time:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
@@ -82,26 +81,26 @@ def write_gathered(what: str, path: Path, held: Held, ranks: RankGroup, dtype: t
     """The tensors of which ``held.parts`` are this rank's, each under all its names, into ``path``; floating ones as
     ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
     failed: list[Exception] = []
-    with contextlib.ExitStack() as stack:
-        add = ranks.agree(what, lambda: stack.enter_context(_archive(path, held, dtype)) if ranks.rank == 0 else None)
-        for _, tensor in Gatherer(what, held.parts, ranks).stream():  # to the end in any case: the others send
-            if add is not None and tensor is not None and not failed:
-                try:
-                    add(tensor)
-                except Exception as error:
-                    failed.append(error)
+    stream = Gatherer(what, held.parts, ranks).stream()
+    try:
+        if ranks.rank == 0:
+            _write_archive(path, held, dtype, stream)
+    except Exception as error:
+        failed.append(error)
+    for _ in stream:  # to the end in any case: the others send
+        pass
 
-        def publish() -> None:
-            if failed:
-                raise failed[0]
-            stack.close()
+    def finish() -> None:
+        if failed:
+            raise failed[0]
 
-        ranks.agree(what, publish)
+    ranks.agree(what, finish)
 
 
-@contextlib.contextmanager
-def _archive(path: Path, held: Held, dtype: torch.dtype | None) -> Iterator[Callable[[torch.Tensor], None]]:
-    """A new file, and what adds whole tensors to it, in the order of ``held.parts``."""
+def _write_archive(
+    path: Path, held: Held, dtype: torch.dtype | None, stream: Iterator[tuple[str, torch.Tensor | None]]
+) -> None:
+    """A new file of the whole tensors of ``stream``, which come in the order of ``held.parts``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     template: dict[str, torch.Tensor] = {}
     for part in held.parts:
@@ -109,13 +108,13 @@ def _archive(path: Path, held: Held, dtype: torch.dtype | None) -> Iterator[Call
         # Nothing touches this memory.
         like = empty(part.region.shape, dtype if dtype and kept.is_floating_point else kept)
         template.update(dict.fromkeys(held.names[part.name], like))
-    structure, numbers = _structure(template, path.parent), itertools.count()
+    structure = _structure(template, path.parent)
     with new_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", structure)
         archive.writestr("archive/byteorder", sys.byteorder)
-        yield lambda tensor: _add(
-            archive, next(numbers), tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-        )
+        for number, (_, tensor) in enumerate(stream):
+            assert tensor is not None  # on rank 0
+            _add(archive, number, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
         archive.writestr("archive/version", "3\n")
 
 

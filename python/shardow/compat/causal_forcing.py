@@ -265,12 +265,12 @@ def load_model_pt(target: EMA_FSDP | nn.Module | Any, path: str | Path, entry: s
     if isinstance(target, EMA_FSDP):
         target.load_state_dict(found)
     else:
-        own = [
-            slot
-            for slot in slots(model, "buffer")
+        kept = {
+            slot.name: slot.recorded
+            for slot in slots(model, "buffer")  # of which no average has any
             if not slot.recorded.is_meta and not hasattr(slot.recorded, "_local_tensor")
-        ]
-        materialize(model, {**{slot.name: slot.recorded for slot in own}, **found})  # no average has buffers
+        }
+        materialize(model, {**kept, **found})
 
 
 # ---- how the trainers start and wrap: FSDP1 with their options

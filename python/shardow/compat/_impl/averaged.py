@@ -109,11 +109,20 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
     there. Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name
     is missing or unknown; where no name fits, always. Collective where ranks share the module, which then may be
     sharded. ``what`` is for messages."""
-    own = {clean_file_key(name) for name in module.state_dict()}
+    own, proxy = {clean_file_key(name) for name in module.state_dict()}, isinstance(module, SwappedModelProxy)
     fitting = [name for name in state if clean_file_key(name) in own]
-    ranks_of(module).agree(
-        what, lambda: _refuse_parts(fitting, state, own, of_parts=isinstance(module, SwappedModelProxy))
-    )
+
+    def check() -> None:
+        if own and not fitting:
+            some = f"there '{next(iter(state), '')}', here '{min(own)}'"
+            raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
+        for name in fitting if not proxy else ():  # a proxy takes the parts that this rank has
+            value = state[name]
+            if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
+                way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
+                raise invalid(f"'{name}' is one rank's piece, and nothing was loaded; {way_out}", RuntimeError)
+
+    ranks_of(module).agree(what, check)
     try:
         if isinstance(module, SwappedModelProxy):
             view = module.core.view  # what is not averaged is the model's own, and stays
@@ -122,15 +131,3 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
             fill_model(Request(what, module, state, strict=strict))
     except errors.InvalidArgumentError as error:
         raise invalid(str(error), RuntimeError) from None
-
-
-def _refuse_parts(fitting: list[str], state: Mapping[str, Any], own: set[str], of_parts: bool) -> None:
-    """Where none fits, or unless the averages are ``of_parts`` themselves, where one is a part."""
-    if own and not fitting:
-        some = f"there '{next(iter(state), '')}', here '{min(own)}'"
-        raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
-    for name in fitting if not of_parts else ():
-        value = state[name]
-        if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
-            way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
-            raise invalid(f"'{name}' is one rank's piece, and nothing was loaded; {way_out}", RuntimeError)

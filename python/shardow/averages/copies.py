@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def copy_to(core: Averages, model: nn.Module, decay: object) -> None:
-    """See EMA.copy_to()."""
+def copy_to(core: Averages, model: nn.Module, decay: object, complete: bool = True) -> None:
+    """See EMA.copy_to(). ``complete``: with all else that a complete model has."""
     target = find(model, group=core.view.process_group, odd=True)
 
     def check() -> Facts:
@@ -33,13 +33,16 @@ def copy_to(core: Averages, model: nn.Module, decay: object) -> None:
         target.refuse_written()
         return core.asked(decay)()
 
-    core.ranks.step("copy_to()", lambda: core.handing_out("copy_to()", core.others, check))
-    parts = core.held(choose(core.keys, decay), complete=True).parts
+    others = core.others if complete else None
+    core.ranks.step("copy_to()", lambda: core.handing_out("copy_to()", others, check))
+    parts = core.held(choose(core.keys, decay), complete).parts
     _state.copy_streamed(Gatherer("copy_to()", parts, core.ranks), target)
+    target.bump_versions()
+    if not complete:
+        return
     give(model, extra_states(core.view.model))
     if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in core.others() if oddity(one.tensor)]:
         warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")
-    target.bump_versions()
 
 
 @torch.no_grad()

@@ -256,7 +256,7 @@ def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
 
 
 def _as_it_was(param: torch.Tensor, value: Any, cast: Any) -> Any:
-    """Returns what torch's load_state_dict() cast to the parameter's device, and to its dtype: the dtype is what it was,
+    """Returns what torch's load_state_dict() cast to the parameter's device and to its dtype: the dtype is what it was,
     and so is a text. It lies as its parameter does: torch's fused steps want that.
     """
     if not isinstance(value, torch.Tensor):

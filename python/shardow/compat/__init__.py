@@ -1,7 +1,7 @@
 """Drop-in surfaces: change an import and keep training.
 
 One module or package for each origin, named after it; what improves and what differs is in docs/migration.md. `_impl`
-is how they keep averages, `files` what they write: origins -> _impl -> files.
+is how they keep averages and write files: origins -> _impl.
 
 May import: averages, start, files, model, distributed, base, errors, ema, schedules.
 """

@@ -8,20 +8,33 @@ from_pretrained() do.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardow import errors
 from shardow.base.checks import fraction, invalid, unsupported, warn
 from shardow.compat._impl.parameter_list import ParameterList, assign, copies, loaded, moved
-from shardow.compat.files.diffusers_files import read, write
+from shardow.distributed.rank_group import RankGroup, Step, equal_facts
+from shardow.files.checkpoint import save
 from shardow.model.dtensor import sharded_like
 from shardow.model.owners import resharded
+from shardow.model.parts import group_of
+from shardow.start.materialize import load
+from shardow.start.meta import on_meta
+
+__all__ = ["EMAModel"]
 
 Parameters = Iterable[torch.Tensor]
+_WEIGHTS = "diffusion_pytorch_model.safetensors"  # as diffusers.utils.SAFETENSORS_WEIGHTS_NAME
+_INDEX = _WEIGHTS + ".index.json"
+_SHARD = re.compile(r"diffusion_pytorch_model-\d{5}-of-\d{5}\.(safetensors|bin)")
 
 
 class EMAModel:
@@ -65,8 +78,14 @@ class EMAModel:
         """What save_pretrained() wrote, here or in diffusers, with its counters. ``parameters``: of the model that is
         trained; of DTensors each rank reads its own slices; collective. Without them the averages are whole, on the
         CPU."""
-        config, model_config, shadows = read(path, model_cls, None if parameters is None else copies(parameters))
-        ema = cls([], model_cls=model_cls, model_config=model_config, foreach=foreach)
+        folder = Path(path)
+        if parameters is None:
+            config, model = model_cls.load_config(str(folder)), model_cls.from_pretrained(str(folder))
+            shadows = [parameter.detach() for parameter in model.parameters()]
+        else:
+            shadows = copies(parameters)
+            config, model = _fill(shadows, folder, model_cls)
+        ema = cls([], model_cls=model_cls, model_config=model.config, foreach=foreach)
         ema.shadow_params = shadows
         ema.load_state_dict({key: config[key] for key in ema._counters() if key in config})
         return ema
@@ -77,7 +96,26 @@ class EMAModel:
         if self.model_cls is None or self.model_config is None:
             missing = "model_cls" if self.model_cls is None else "model_config"
             raise invalid(f"save_pretrained() needs {missing}=, which was not given when this was made")
-        write(path, self.model_cls, self.model_config, self._counters(), self.shadow_params)
+        folder, ranks, what = Path(path), _ranks(self.shadow_params), "save_pretrained()"
+        model_cls, model_config = self.model_cls, self.model_config
+
+        def prepare() -> Step[tuple[Any, dict[str, torch.Tensor]]]:
+            model = _on_meta(model_cls, model_config)
+            state = _named(model, self.shadow_params)
+            if ranks.rank == 0:
+                model.register_to_config(**self._counters())
+            facts = {"path": str(folder.absolute()), "optimization_step": self.optimization_step}
+            return Step((model, state), [equal_facts(what, facts, ranks)])
+
+        def finish() -> None:
+            if ranks.rank == 0:
+                model.save_config(str(folder))
+                _remove_shards(folder)
+
+        model, state = ranks.step(what, prepare)
+        ranks.agree(what, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
+        save(state, folder / _WEIGHTS, group=ranks.process_group)
+        ranks.agree(what, finish)
 
     def get_decay(self, optimization_step: int) -> float:
         """The decay of a step, counted from 1."""
@@ -172,4 +210,82 @@ def _deprecated(kwargs: dict[str, Any], decay: float, min_decay: float) -> tuple
     return given.get("max_value", decay), given.get("min_value", min_decay), given.get("device")
 
 
-__all__ = ["EMAModel"]
+# ---- a diffusers model's directory: its class tells the parameters' names, from a copy on meta, and writes its own
+# config; the tensors go through shardow's files
+
+
+def _fill(shadows: list[torch.Tensor], folder: Path, model_cls: Any) -> tuple[Mapping[str, Any], Any]:
+    """Fills averages from a directory. Returns its config, and its model on meta. Collective of DTensors."""
+    ranks = _ranks(shadows)
+
+    def prepare() -> tuple[Mapping[str, Any], Any, list[tuple[Path, dict[str, torch.Tensor]]]]:
+        config = model_cls.load_config(str(folder))
+        model = _on_meta(model_cls, config)
+        _check(model, shadows)
+        names = [name for name, _ in model.named_parameters()]
+        return config, model, _sources(folder, dict(zip(names, shadows, strict=True)))
+
+    config, model, sources = ranks.agree("from_pretrained()", prepare)
+    for file, tensors in sources:
+        report = load(tensors, file, strict=False, group=ranks.process_group)
+        if report["missing"]:
+            raise invalid(f"{file} has no '{report['missing'][0]}'; is it another model's?")
+    return config, model
+
+
+def _ranks(shadows: Sequence[torch.Tensor]) -> RankGroup:
+    return RankGroup(group_of({str(i): t for i, t in enumerate(shadows)}, None), None)
+
+
+def _on_meta(model_cls: Any, config: Mapping[str, Any]) -> Any:
+    with on_meta(buffers=False):
+        return model_cls.from_config(dict(config))
+
+
+def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
+    known = dict(model.named_parameters())
+    if len(known) != len(shadows):
+        raise invalid(f"a {type(model).__name__} of this config has {len(known)} parameters; {len(shadows)} averages")
+    for (name, param), shadow in zip(known.items(), shadows, strict=True):
+        if shadow.dim() == 1 and param.dim() > 1:
+            flat = f"the average of '{name}' is a flat piece of {shadow.numel()} elements, as FSDP1 has them"
+            way_out = "save state_dict() on every rank, or copy_to() the model and save that one whole, then restore()"
+            raise invalid(f"{flat}, of which no {type(model).__name__} can be saved; {way_out}", RuntimeError)
+        if param.shape != shadow.shape:
+            there = f"{tuple(param.shape)} in a {type(model).__name__} of this config"
+            raise invalid(f"'{name}' is {there}, its average {tuple(shadow.shape)}", RuntimeError)
+
+
+def _named(model: nn.Module, shadows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The model's state_dict() with averages in the dtypes of its parameters, under all of their names."""
+    _check(model, shadows)
+    by_parameter = {
+        id(parameter): shadow.to(parameter.dtype) if shadow.is_floating_point() else shadow
+        for parameter, shadow in zip(model.parameters(), shadows, strict=True)
+    }
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return {name: by_parameter.get(id(tensor), tensor) for name, tensor in state.items()}
+
+
+def _sources(folder: Path, tensors: dict[str, torch.Tensor]) -> list[tuple[Path, dict[str, torch.Tensor]]]:
+    """Which of the tensors are in which file."""
+    index = folder / _INDEX
+    if not index.exists():
+        return [(folder / _WEIGHTS, tensors)]
+    places = json.loads(index.read_text())["weight_map"]
+    lost = next((name for name in tensors if name not in places), None)
+    if lost is not None:
+        raise invalid(f"{index} has no '{lost}'; is it another model's?")
+    files = sorted({places[name] for name in tensors})
+    outside = next((file for file in files if Path(file).name != file), None)
+    if outside is not None:
+        raise errors.make("corrupt", f"{index}: '{outside}' is no plain file name")
+    return [(folder / file, {name: t for name, t in tensors.items() if places[name] == file}) for file in files]
+
+
+def _remove_shards(folder: Path) -> None:
+    """Of an earlier save in several files, whose index from_pretrained() would follow."""
+    (folder / _INDEX).unlink(missing_ok=True)
+    for file in folder.iterdir():
+        if _SHARD.fullmatch(file.name):
+            file.unlink()

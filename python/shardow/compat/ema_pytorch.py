@@ -14,14 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardow.averages import copies
 from shardow.averages.options import Replicas
-from shardow.base.checks import invalid, one_of, unsupported
-from shardow.compat._impl.averaged_copy import AveragedModule, Choose, Fate, Kind, everything
+from shardow.base.checks import invalid, unsupported
+from shardow.compat._impl.averaged_copy import AveragedCopy, Choose, Fate, Kind, everything
 from shardow.compat._impl.given_memory import warn_of_rounding
-from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, following, proxy_for, whole_averages
-from shardow.compat.files.torch_files import whole_state_dict
+from shardow.compat._impl.swapped_model_proxy import (
+    AveragesOfProxy,
+    SwappedModelProxy,
+    fates,
+    proxy_for,
+    whole_averages,
+)
+from shardow.files.checkpoint import full_state_dict
 from shardow.model.modules import modes_kept
-from shardow.model.names import walk
+from shardow.model.names import called
 
 
 class EMA(nn.Module):
@@ -79,10 +86,9 @@ class EMA(nn.Module):
         self.update_model_with_ema_beta = update_model_with_ema_beta
         self.forward_method_names = forward_method_names
         self.move_ema_to_online_device = move_ema_to_online_device
-        self._replicas = one_of("replicas", replicas, ("copy", "split"))
+        self._replicas = replicas
         self._made_for: Any = None
-        self._followers: dict[tuple[bool, bool], AveragedModule] = {}
-        self._raw_names: dict[str, str] = {}
+        self._followers: dict[tuple[bool, bool], _Follower] = {}
         self.ema_model: Any = None
         if not lazy_init_ema:
             self.init_ema(ema_model if isinstance(ema_model, nn.Module) or ema_model is None else ema_model())
@@ -200,7 +206,7 @@ class EMA(nn.Module):
             follower = self._follower(back=ma_model is self.model)
         else:
             _warn_of_rounding(ma_model)
-            follower = following(ma_model, current_model, "lerp", self._fate)
+            follower = _following(ma_model, current_model, partial(self._fate, called(self.model)))
         follower.update(current_model, decay, 1.0 - decay)
 
     def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
@@ -227,7 +233,7 @@ class EMA(nn.Module):
         else:
             self.update_moving_average(self.model, self.ema_model, decay)
 
-    def _follower(self, back: bool, whole: bool = False) -> AveragedModule:
+    def _follower(self, back: bool, whole: bool = False) -> _Follower:
         """Of the averages, or on the way ``back`` of the model. ``whole``: names don't count. Made anew where models or
         names changed.
         """
@@ -236,19 +242,16 @@ class EMA(nn.Module):
         if self._made_for != made_for:
             _warn_of_rounding(self.ema_model)
             self._made_for, self._followers = made_for, {}
-            modules = zip(walk(self.model), self.model.named_modules(remove_duplicate=False), strict=True)
-            self._raw_names = {clean: raw for (clean, _), (raw, _) in modules}
         if (back, whole) not in self._followers:
-            choose: Choose = everything if whole else self._fate
+            choose: Choose = everything if whole else partial(self._fate, called(self.model))
             module, model = (self.model, self.ema_model) if back else (self.ema_model, self.model)
             choose = _of_floating(choose) if back else choose
-            self._followers[back, whole] = following(module, model, "lerp", choose)
+            self._followers[back, whole] = _following(module, model, choose)
         return self._followers[back, whole]
 
-    def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+    def _fate(self, with_wrappers: Callable[[str], str], name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
         """By the name, or by what it is with the names of wrappers."""
-        prefix, _, key = name.rpartition(".")
-        names = {name, f"{self._raw_names.get(prefix, prefix)}.{key}".removeprefix(".")}
+        names = {name, with_wrappers(name)}
         if names & self.ignore_names or any(one.startswith(tuple(self.ignore_startswith_names)) for one in names):
             return "leave"
         return "copy" if names & self.param_or_buffer_names_no_ema else "average"
@@ -263,7 +266,7 @@ class EMA(nn.Module):
             return whole_averages(self)
         parts = {"ema_model": whole_averages(self.ema_model)}
         if self.include_online_model:
-            parts["online_model"] = whole_state_dict(self.model)
+            parts["online_model"] = full_state_dict(self.model)
         full = {f"{prefix}.{name}": tensor for prefix, state in parts.items() for name, tensor in state.items()}
         return {**full, "initted": self.initted.cpu().clone(), "step": self.step.cpu().clone()} if full else {}
 
@@ -277,6 +280,45 @@ class EMA(nn.Module):
         if isinstance(self.ema_model, SwappedModelProxy):
             raise unsupported("averages of a sharded model are kept with it, and cannot be copied; save state_dict()")
         return {**self.__dict__, "_made_for": None, "_followers": {}}
+
+
+class _WayBack:
+    """The model follows the averages of its proxy. Collective where they are divided."""
+
+    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
+        self._proxy, self._choose = proxy, choose
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, decay: float, weight: float) -> None:
+        averages, what = self._proxy.core, "update_model_with_ema()"
+
+        def fill() -> None:
+            for row, fate in fates(averages, self._choose):
+                target, average = row.weights(), row.averages[0]
+                if fate == "average":
+                    average = torch.lerp(target.to(average.dtype), average, weight)
+                if fate != "leave":
+                    target.copy_(average)
+
+        averages.together(what, lambda: averages.swap.ready(what))
+        copies.write(averages, fill)
+
+    def copy(self, model: nn.Module) -> None:
+        """All weights become their averages, whatever their fate."""
+        self._proxy.ema.feed_back()
+
+
+_Follower = AveragedCopy | AveragesOfProxy | _WayBack
+
+
+def _following(module: nn.Module, model: nn.Module, choose: Choose) -> _Follower:
+    """Keeps ``module`` at the averages of ``model``, one of which may be a proxy of the other."""
+    proxy, other = (module, model) if isinstance(module, SwappedModelProxy) else (model, module)
+    if not isinstance(proxy, SwappedModelProxy):
+        return AveragedCopy(module, "lerp", choose)
+    if proxy.core.view.model is not other:
+        raise invalid("these averages are another model's; of a sharded model they stay with it")
+    return AveragesOfProxy(proxy, choose) if proxy is module else _WayBack(proxy, choose)
 
 
 def _warn_of_rounding(module: nn.Module) -> None:

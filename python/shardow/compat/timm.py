@@ -15,11 +15,11 @@ from torch import nn
 
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import invalid, unsupported
-from shardow.compat._impl.averaged import Averaged, follow, load
-from shardow.compat._impl.averaged_copy import AveragedCopy, AveragedModule, Fate, Kind
+from shardow.compat._impl import files
+from shardow.compat._impl.averaged import Averaged, Follower, follow, load
+from shardow.compat._impl.averaged_copy import AveragedCopy, Fate, Kind
 from shardow.compat._impl.averaged_copy import Rule as Chosen
 from shardow.compat._impl.swapped_model_proxy import NARROW, ranks_of, whole_averages
-from shardow.compat.files import torch_files
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
@@ -153,11 +153,11 @@ class ModelEmaV3(Averaged):
         ``exclude_buffers``."""
         self._average(self._followed_by(True), model, decay)
 
-    def _average(self, follower: AveragedModule, model: nn.Module, decay: float) -> None:
+    def _average(self, follower: Follower, model: nn.Module, decay: float) -> None:
         weight = 1.0 - decay
         follower.update(model, 1.0 - weight, weight)
 
-    def _followed_by(self, exclude_buffers: bool) -> AveragedModule:
+    def _followed_by(self, exclude_buffers: bool) -> Follower:
         own = self._follow()
         if exclude_buffers == self.exclude_buffers:
             return own
@@ -203,7 +203,7 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
     where = "the checkpoint" if isinstance(checkpoint, Mapping) else f"{checkpoint}"
     if not isinstance(checkpoint, Mapping):
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm saves its arguments too
-            checkpoint = torch_files.read(checkpoint)
+            checkpoint = files.read(checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise invalid(f"{where} is a {type(checkpoint).__name__}, not a dict with {' or '.join(KEYS)}", AssertionError)
     found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)

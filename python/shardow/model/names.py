@@ -138,7 +138,7 @@ def called(root: nn.Module) -> Callable[[str], str]:
 
     def name_of(clean: str) -> str:
         prefix, _, key = clean.rpartition(".")
-        return join(prefixes[prefix], key)
+        return join(prefixes.get(prefix, prefix), key)
 
     return name_of
 

@@ -22,7 +22,7 @@ import shardow
 from shardow import errors
 from shardow.averages.swap import Meeting, Status, Swap
 from shardow.base import signals
-from shardow.compat.files.torch_files import whole_state_dict
+from shardow.compat.causal_forcing import fsdp_state_dict
 from shardow.model import swap_guard
 
 Weights = dict[str, torch.Tensor]
@@ -257,7 +257,7 @@ def test_averages_in_the_model_are_not_handed_out_as_its_weights(call: str, tmp_
                 give(state) if call == "full_state_dict" else give(state, path)
         if call == "full_state_dict":
             with pytest.raises(ValueError, match="an EMA has its averages in this model"):
-                whole_state_dict(model)  # of other libraries' surfaces
+                fsdp_state_dict(model)  # of other libraries' surfaces
         apart = shardow.full_state_dict(build(seed=7))
         assert apart.keys() == dict(model.named_parameters()).keys()
         if call == "save":

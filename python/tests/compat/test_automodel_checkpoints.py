@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardow
+from shardow.compat._impl import files
 from shardow.compat.automodel import EMAManager, ShardedModelEMAManager
-from shardow.compat.files import torch_files
 
 
 def _origin_saves(path: str, dtype: torch.dtype) -> None:
@@ -271,7 +271,7 @@ def _export_fails(path: str) -> str:
 
     manager = EMAManager(models.build("fsdp2", 2))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch_files, "_add", full)
+        patched.setattr(files, "_add", full)
         with pytest.raises((OSError, shardow.Error)) as told:
             manager.export_shadow(path)
     return str(told.value)

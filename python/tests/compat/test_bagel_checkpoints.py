@@ -19,8 +19,8 @@ from torch import nn
 
 import shardow
 from shardow.compat import bagel
+from shardow.compat._impl.files import publish
 from shardow.compat.bagel import FSDPCheckpoint, FSDPConfig, fsdp_ema_setup, fsdp_ema_update, fsdp_wrapper
-from shardow.compat.files.published import publish
 from shardow.distributed.rank_group import RankGroup
 
 
@@ -175,7 +175,7 @@ def _half_written(directory: str) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
-            patched.setattr(bagel.checkpoint.torch_files, "write", fails)
+            patched.setattr(bagel.files, "write", fails)
         with pytest.raises((OSError, shardow.Error), match="No space left"):
             FSDPCheckpoint.fsdp_save_ckpt(directory, 2, model, ema_model, optimizer, None, None, Log(), FULL)
     dist.barrier()

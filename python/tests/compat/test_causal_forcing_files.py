@@ -14,9 +14,8 @@ import torch.distributed as dist
 from causal_forcing_models import Block, Wrapper, assert_same, averaged, expected, generator, shake
 from torch import nn
 
-from shardow.compat.causal_forcing import EMA_FSDP, fsdp_state_dict, load_model_pt, write_model_pt
-from shardow.compat.causal_forcing.model_pt import read_model_pt
-from shardow.compat.files import torch_files
+from shardow.compat._impl import files
+from shardow.compat.causal_forcing import EMA_FSDP, fsdp_state_dict, load_model_pt, read_model_pt, write_model_pt
 
 
 def _gather_raises() -> None:
@@ -134,7 +133,7 @@ def _gathers(folder: str) -> int:
     ema = averaged(model)
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardow.compat.causal_forcing.model_pt.whole_state_dict", lambda model: calls.append(model))
+        patch.setattr("shardow.compat.causal_forcing.full_state_dict", lambda model: calls.append(model))
         write_model_pt(f"{folder}/model.pt", ema)
     whole = fsdp_state_dict(model)
     assert (set(whole) == set(Wrapper().state_dict())) if dist.get_rank() == 0 else whole == {}
@@ -219,8 +218,8 @@ def test_a_decay_that_was_set_is_the_one_to_ask_for() -> None:
 
 def test_a_file_that_could_not_be_written_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    torch_files.write({"step": 1}, path)
+    files.write({"step": 1}, path)
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        torch_files.write({"step": lambda: 2}, path)
-    assert torch_files.read(path) == {"step": 1}
+        files.write({"step": lambda: 2}, path)
+    assert files.read(path) == {"step": 1}
     assert [left.name for left in tmp_path.iterdir()] == ["model.pt"]

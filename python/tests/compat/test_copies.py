@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardow.compat.automodel import EMAManager, ShardedModelEMAManager
-from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
+from shardow.compat.causal_forcing import EMA_FSDP
 from shardow.compat.dist_ema import DistEMA
 from shardow.compat.timm import ModelEma
 

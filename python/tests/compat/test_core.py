@@ -261,16 +261,21 @@ def test_weights_that_change_their_form_where_they_lie_are_noticed(
 def test_bagels_pairing_costs_once_and_goes_with_the_models() -> None:
     ema_model, model = bagel_models.pair("plain")
     fsdp_ema_update(ema_model, model)
-    twin = ema_model.__dict__["_shardow_twin"].twin
+    twin = ema_model.__dict__["_shardow_twin"]
     pairs = twin._pairs
     fsdp_ema_update(ema_model, model)
-    assert ema_model.__dict__["_shardow_twin"].twin._pairs is pairs
-    other = copy.deepcopy(ema_model)
-    assert pickle.loads(pickle.dumps(ema_model)).__dict__["_shardow_twin"].twin is None
-    fsdp_ema_update(other, model, decay=0.5)
-    assert ema_model.__dict__["_shardow_twin"].twin._pairs is pairs
+    assert ema_model.__dict__["_shardow_twin"]._pairs is pairs
+    other, pickled = copy.deepcopy(ema_model), pickle.loads(pickle.dumps(ema_model))
+    before = copy.deepcopy(ema_model.state_dict())
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    for another in (other, pickled):
+        fsdp_ema_update(another, model, decay=0.5)
+        assert torch.equal(another.head.weight, before["head.weight"].mul(0.5).add(model.head.weight, alpha=0.5))
+    assert bagel_models.same(ema_model.state_dict(), before)
+    assert ema_model.__dict__["_shardow_twin"]._pairs is pairs
     gone = weakref.ref(ema_model), weakref.ref(model)
-    del ema_model, model, other, twin, pairs
+    del ema_model, model, other, pickled, another, twin, pairs
     gc.collect()
     assert [one() for one in gone] == [None, None]
 

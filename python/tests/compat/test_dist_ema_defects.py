@@ -115,7 +115,7 @@ def test_defect_6_what_does_not_fit_is_listed_before_anything_changes() -> None:
         (missing, "missing in the state: norm.bias"),
         ({**state, "extra": torch.ones(1)}, "unexpected in the state: extra"),
         ({**state, "norm.bias": torch.ones(1)}, r"'norm.bias' has shape \[1\] in the state and \[7\] here"),
-        ({**state, "norm.bias": 3}, "'norm.bias' is a int, not a whole tensor"),
+        ({**state, "norm.bias": 3}, "'norm.bias' is no tensor in the state"),
         ({"model": state, "config": {**ema.config, "decay": 0.9}}, r"saved with decay=0.9 \(here 0.5\)"),
         ({"model": state, "config": {}}, "dtype=None"),
         ({"model": state, "config": {**ema.config, "decay_steps": -1}}, "decay_steps=-1"),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardow import EMA
 from shardow.compat.automodel import EMAManager
-from shardow.compat.causal_forcing.ema_fsdp import EMA_FSDP
+from shardow.compat.causal_forcing import EMA_FSDP
 from shardow.compat.dist_ema import DistEMA
 from shardow.compat.ema_pytorch import EMA as EmaPytorch
 from shardow.compat.swa_utils import AveragedModel

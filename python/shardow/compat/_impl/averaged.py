@@ -13,36 +13,44 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import errors
 from shardow.averages.options import Replicas
-from shardow.base.checks import invalid, one_of
-from shardow.compat._impl.averaged_copy import AveragedModule, Choose, Rule, everything_saved
+from shardow.base.checks import invalid
+from shardow.compat._impl.averaged_copy import AveragedCopy, Choose, Rule, everything_saved
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.given_memory import warn_of_rounding
-from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, following, proxy_for, ranks_of, whole_averages
+from shardow.compat._impl.swapped_model_proxy import (
+    AveragesOfProxy,
+    SwappedModelProxy,
+    proxy_for,
+    ranks_of,
+    whole_averages,
+)
 from shardow.model.match import compare
 from shardow.model.names import clean_file_key, refuse_scripted
 from shardow.model.piece import Piece
 from shardow.start.materialize import Request
 
+Follower = AveragedCopy | AveragesOfProxy
+
 
 def follow(
     model: nn.Module, rule: Rule, choose: Choose = everything_saved, *, device: Any = None,
     dtype: torch.dtype | None = None, replicas: Replicas = "copy", **rounding: Any,
-) -> AveragedModule:  # fmt: skip
+) -> Follower:  # fmt: skip
     """Returns the averages of a copy of ``model``; of a proxy where none can be had, or ``replicas="split"``: ranks
     with the same weights keep a part of the averages each. That is chosen once, and collective then. ``rule``,
     ``choose``: as in AveragedCopy. ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16
     bits, as in GivenMemory."""
-    one_of("replicas", replicas, ("split", "copy"))
     refuse_scripted(model.named_modules())
-    module: nn.Module | None = proxy_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
-    if module is None:
-        module = copy.deepcopy(model)
-        if device is not None or dtype is not None:
-            module.to(device=device, dtype=dtype)
-        if not rounding.get("stochastic"):
-            way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
-            warn_of_rounding(module.parameters(), way_out)
-    return following(module, model, rule, choose, **rounding)
+    proxy = proxy_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
+    if proxy is not None:
+        return AveragesOfProxy(proxy, choose)
+    module = copy.deepcopy(model)
+    if device is not None or dtype is not None:
+        module.to(device=device, dtype=dtype)
+    if not rounding.get("stochastic"):
+        way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
+        warn_of_rounding(module.parameters(), way_out)
+    return AveragedCopy(module, rule, choose, **rounding)
 
 
 class Averaged(nn.Module):
@@ -50,11 +58,11 @@ class Averaged(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, follower: AveragedModule) -> None:
+    def __init__(self, follower: Follower) -> None:
         super().__init__()
         self._follower, self.module = follower, follower.module
 
-    def _follow(self) -> AveragedModule:
+    def _follow(self) -> Follower:
         """``module`` may have been replaced since."""
         self._follower.module = self.module
         return self._follower
@@ -101,11 +109,20 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
     there. Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name
     is missing or unknown; where no name fits, always. Collective where ranks share the module, which then may be
     sharded. ``what`` is for messages."""
-    own = {clean_file_key(name) for name in module.state_dict()}
+    own, proxy = {clean_file_key(name) for name in module.state_dict()}, isinstance(module, SwappedModelProxy)
     fitting = [name for name in state if clean_file_key(name) in own]
-    ranks_of(module).agree(
-        what, lambda: _refuse_parts(fitting, state, own, of_parts=isinstance(module, SwappedModelProxy))
-    )
+
+    def check() -> None:
+        if own and not fitting:
+            some = f"there '{next(iter(state), '')}', here '{min(own)}'"
+            raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
+        for name in fitting if not proxy else ():  # a proxy takes the parts that this rank has
+            value = state[name]
+            if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
+                way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
+                raise invalid(f"'{name}' is one rank's piece, and nothing was loaded; {way_out}", RuntimeError)
+
+    ranks_of(module).agree(what, check)
     try:
         if isinstance(module, SwappedModelProxy):
             view = module.core.view  # what is not averaged is the model's own, and stays
@@ -114,15 +131,3 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what:
             Request(what, module, state, strict=strict).run()
     except errors.InvalidArgumentError as error:
         raise invalid(str(error), RuntimeError) from None
-
-
-def _refuse_parts(fitting: list[str], state: Mapping[str, Any], own: set[str], of_parts: bool) -> None:
-    """Where none fits, or unless the averages are ``of_parts`` themselves, where one is a part."""
-    if own and not fitting:
-        some = f"there '{next(iter(state), '')}', here '{min(own)}'"
-        raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
-    for name in fitting if not of_parts else ():
-        value = state[name]
-        if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
-            way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
-            raise invalid(f"'{name}' is one rank's piece, and nothing was loaded; {way_out}", RuntimeError)

@@ -1,11 +1,8 @@
-"""AveragedModule: keeps a module at the averages of a model. AveragedCopy: such a module that is a second model, whose
-weights are the averages of the first one's."""
+"""AveragedCopy: keeps a second model at the averages of the first one's weights."""
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -36,25 +33,6 @@ def everything_saved(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
     return "leave" if kind == "temporary" else "average"
 
 
-class AveragedModule(ABC):
-    """``module`` may be replaced by another one of the same form."""
-
-    module: nn.Module
-
-    @abstractmethod
-    def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        """One update by the rule, with the caller's factors; what is not averaged is copied. Raises ValueError and
-        RuntimeError, before anything changes, where the models differ in names or shapes."""
-
-    @abstractmethod
-    def apply(self, model: nn.Module, change: Change) -> None:
-        """update() by other arithmetic."""
-
-    @abstractmethod
-    def copy(self, model: nn.Module) -> None:
-        """Everything that is averaged or copied becomes the model's."""
-
-
 _ANEW = "Make the average anew after the model has its final form"
 
 
@@ -62,7 +40,7 @@ class _MissingError(RuntimeError, KeyError):
     """What torch and timm raise where a name is missing."""
 
 
-class AveragedCopy(AveragedModule):
+class AveragedCopy:
     """Keeps ``module``, of the model's structure and sharding, at the averages. Names are matched without what wrappers
     put into them. Replaced or moved tensors of either model, and another ``module``, are found at the next update, and
     paired again. ``rule``: as in GivenMemory, or a function that returns it; ``options``: as in GivenMemory.
@@ -74,7 +52,7 @@ class AveragedCopy(AveragedModule):
     _model: nn.Module | None = None
 
     def __init__(self, module: nn.Module, rule: Rule, choose: Choose = everything_saved, **options: Any) -> None:
-        self.module = module
+        self.module = module  # may be replaced by another one of the same form
         self._rule, self._choose, self._options = rule, choose, options
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,12 +67,16 @@ class AveragedCopy(AveragedModule):
         return self._pairs.held() if self._model is not None else 0
 
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
+        """One update by the rule, with the caller's factors; what is not averaged is copied. Raises ValueError and
+        RuntimeError, before anything changes, where the models differ in names or shapes."""
         self.bind(model).update(decay, weight)
 
     def apply(self, model: nn.Module, change: Change) -> None:
+        """update() by other arithmetic."""
         self.bind(model).apply(change)
 
     def copy(self, model: nn.Module) -> None:
+        """Everything that is averaged or copied becomes the model's."""
         self.bind(model).copy()
 
     def bind(self, model: nn.Module) -> GivenMemory:
@@ -186,7 +168,7 @@ class TrainedCopy(AveragedCopy):
     _warned = False
 
     def __init__(self, module: nn.Module, keeps: bool) -> None:
-        super().__init__(module, "mul_add")
+        super().__init__(module, "mul_add", self._fate)
         self._keeps = keeps
         self.names: dict[str, None] = {}  # of what is averaged, in the model's order
 
@@ -207,7 +189,11 @@ class TrainedCopy(AveragedCopy):
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         kept = self.names if self._keeps else ()
         self._trained = {local.name: None for local in weights.parameters if local.requires_grad or local.name in kept}
-        self._choose = functools.partial(_fate, self._trained)
+
+    def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
+        if kind == "parameter":
+            return "average" if name in self._trained else "leave"
+        return "copy" if kind == "buffer" else "leave"
 
     def _pair(self, model: nn.Module) -> None:
         super()._pair(model)
@@ -215,9 +201,3 @@ class TrainedCopy(AveragedCopy):
         averages = (local.tensor for local in self._ours.parameters if local.name in self.names)
         way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
         self._warned = self._warned or warn_of_rounding(averages, way_out)
-
-
-def _fate(trained: Collection[str], name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
-    if kind == "parameter":
-        return "average" if name in trained else "leave"
-    return "copy" if kind == "buffer" else "leave"

@@ -5,7 +5,7 @@ the same formula."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -86,7 +86,10 @@ class GivenMemory:
         when it returns, since anybody may look at them.
         """
         self._stage()
-        held = sum(engine.update_by([(decay, weight)], step) for engine in self._followed())
+        held = 0
+        for engine, streams in self._engines:
+            streams.follow(engine)
+            held += engine.update_by([(decay, weight)], step)
         for engine, _ in self._engines:
             engine.wait()
         torch.autograd.graph.increment_version(self._written)
@@ -109,11 +112,7 @@ class GivenMemory:
     @torch.no_grad()
     def copy(self) -> None:
         """Makes the averages equal to their sources."""
-        self._stage()
-        for engine in self._followed():
-            engine.reset()
-        torch.autograd.graph.increment_version(self._written)
-        self._copy([*self._copied, *chain.from_iterable(self._others.values())])
+        self._copy(range(len(self._averages)))
 
     def held(self) -> int:
         """Returns how many elements were kept because their source was NaN or Inf, since construction."""
@@ -130,12 +129,6 @@ class GivenMemory:
         sources = (_memory(self.sources[at]) for at in places)
         return averages, [source.to(average.device) for average, source in zip(averages, sources, strict=True)]
 
-    def _followed(self) -> Iterator[_core.Average]:
-        """Yields the engines on torch's current streams."""
-        for engine, streams in self._engines:
-            streams.follow(engine)
-            yield engine
-
     def _engine_takes(self, row: AveragedTensor) -> bool:
         source, average = row.source, row.average
         home, origin = storage.device_of(average), storage.device_of(source)
@@ -143,7 +136,7 @@ class GivenMemory:
         on_host = home.type == "cpu" and origin.type == "cuda" and _core.cuda_available()
         if not (beside or on_host) or not {source.dtype, average.dtype} <= DTYPES.keys():
             return False
-        if flat(source) is None or _strides(source) != _strides(average):
+        if flat(source) is None or (average.numel() and source.squeeze().stride() != average.squeeze().stride()):
             return False
         if average.dtype.itemsize == 2:
             return self._stochastic
@@ -188,13 +181,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
         return None
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides of dimensions that have any."""
-    if not tensor.numel():
-        return ()
-    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,11 +111,10 @@ def loaded(
     ``also``, where ``values`` are no list of tensors, and as check()."""
     if not isinstance(values, list) or not all(isinstance(value, torch.Tensor) for value in values):
         raise invalid(f"{what} must be a list of tensors", also)
-    fitting = [origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=False)] + list(
-        values[len(likes) :]
-    )
-    check(fitting, likes, loading=True)
-    return [value.detach().clone() for value in fitting]
+    if len(values) == len(likes):
+        values = [origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=True)]
+    check(values, likes, loading=True)
+    return [value.detach().clone() for value in values]
 
 
 def moved(

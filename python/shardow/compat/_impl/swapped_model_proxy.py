@@ -5,21 +5,19 @@ in it while it is called. And the ranks that act together, for classes whose ups
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow.averages import copies
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked
-from shardow.base.checks import invalid, unsupported
-from shardow.compat._impl.averaged_copy import AveragedCopy, AveragedModule, Change, Choose, Fate, Kind, Rule
+from shardow.base.checks import invalid, one_of, unsupported
+from shardow.compat._impl.averaged_copy import Change, Choose, Fate, Kind, Rule
 from shardow.compat._impl.filling import load_averages
 from shardow.compat._impl.given_memory import copy_all
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
@@ -117,7 +115,7 @@ def proxy_for(
     ``choose`` will make of it; they are float32 (float64 of such weights, ``dtype`` if given; 16-bit ones only where
     they are rounded stochastically). Buffers that are not saved are the model's own. Collective over the ranks that
     share the model."""
-    if not needed(model, replicas):
+    if not needed(model, one_of("replicas", replicas, ("copy", "split"))):
         return None
     view = find(model, odd=True)
     weights = [local.tensor.dtype for local in view.parameters if _is_averaged(choose, local, "parameter")]
@@ -150,134 +148,71 @@ def _dtype_of(weights: list[torch.dtype], wanted: torch.dtype | None, stochastic
     return wanted or (torch.float64 if torch.float64 in weights else torch.float32)
 
 
-class _OfProxy(AveragedModule):
-    """Averages of a proxy, sorted by their fate. ``_pair()``: a tensor that is written, and its source."""
+class AveragesOfProxy:
+    """``module``: a proxy, whose averages follow its model by their own rule and rounding. As AveragedCopy."""
 
     def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
-        self._proxy, self._choose = proxy, choose
-
-    @abstractmethod
-    def _pair(self, row: Tracked) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    @property
-    def _averages(self) -> Averages:
-        return self._proxy.core
-
-    @functools.cached_property
-    def _rows(self) -> dict[Fate, list[Tracked]]:
-        buffers = {local.name for local in self._averages.view.buffers}
-        rows: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
-        for row in self._averages.tracked:
-            kind: Kind = "buffer" if row.name in buffers else "parameter"
-            rows[self._choose(row.name, row.local.tensor, kind)].append(row)
-        return rows
-
-    def _change(self, change: Change, rows: Iterable[Tracked]) -> None:
-        pairs = [self._pair(row) for row in rows]
-        change([target for target, _ in pairs], [source.to(target.device) for target, source in pairs])
+        self.module: Any = proxy
+        self._choose, self._seen = choose, proxy.core.view.model
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_rows"}
 
-
-class Behind(_OfProxy):
-    """``module``: the proxy, whose averages follow its model. copy() is of all averages."""
-
-    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
-        super().__init__(proxy, choose)
-        self.module: nn.Module = proxy
-        self._seen = self._averages.view.model
-
-    def _pair(self, row: Tracked) -> tuple[torch.Tensor, torch.Tensor]:
-        return row.averages[0], row.sources()
+    @functools.cached_property
+    def _rows(self) -> dict[Fate, list[Tracked]]:
+        rows: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
+        for row, fate in fates(self.module.core, self._choose):
+            rows[fate].append(row)
+        return rows
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        self._check(model)
-        self._averages.wait()
+        averages = self._averages_of(model)
+        averages.wait()
         left = [row.averages[0].clone() for row in self._rows["leave"]]  # the engine averages all, in one pass
-        self._averages.update_by(decay, weight)
-        self._copy_rest(left)
+        averages.update_by(decay, weight)
+        if left:
+            averages.wait()
+            copy_all([row.averages[0] for row in self._rows["leave"]], left)
+        self._change(copy_all, "copy")
 
     @torch.no_grad()
     def apply(self, model: nn.Module, change: Change) -> None:
-        self._check(model)
-        self._averages.ready_to_update()
-        self._averages.wait()
-        self._change(change, self._rows["average"])
-        self._copy_rest()
+        self._averages_of(model).ready_to_update()
+        self._change(change, "average")
+        self._change(copy_all, "copy")
 
     @torch.no_grad()
     def copy(self, model: nn.Module) -> None:
-        self._check(model)
-        self._averages.update_by(0.0, 1.0)
-        self._copy_rest()
+        """All averages become the model's, whatever their fate."""
+        self._averages_of(model).update_by(0.0, 1.0)
+        self._change(copy_all, "copy")
 
-    def _copy_rest(self, left: Sequence[torch.Tensor] = ()) -> None:
-        if left or self._rows["copy"]:
-            self._averages.wait()
-            copy_all([row.averages[0] for row in self._rows["leave"] if left], list(left))
-            self._change(copy_all, self._rows["copy"])
+    def _change(self, change: Change, fate: Fate) -> None:
+        if rows := self._rows[fate]:
+            self.module.core.wait()
+            averages = [row.averages[0] for row in rows]
+            weights = [row.sources().to(average.device) for row, average in zip(rows, averages, strict=True)]
+            change(averages, weights)
 
-    def _check(self, model: nn.Module) -> None:
+    def _averages_of(self, model: nn.Module) -> Averages:
+        averages: Averages = self.module.core
         if model is not self._seen:
-            if [*map(id, model.parameters())] != [*map(id, self._averages.view.model.parameters())]:
+            if [*map(id, model.parameters())] != [*map(id, averages.view.model.parameters())]:
                 way_out = "make them anew after the model has its final form"
                 raise invalid(
                     f"averages of a sharded model follow the one they were made of, and this is another; {way_out}",
                     RuntimeError,
                 )
             self._seen = model
+        return averages
 
 
-class Returning(_OfProxy):
-    """The way back: ``module``, the model, follows the averages of its proxy. Collective where they are divided. copy()
-    is of all.
-    """
-
-    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
-        super().__init__(proxy, choose)
-        self.module = self._averages.view.model
-
-    def _pair(self, row: Tracked) -> tuple[torch.Tensor, torch.Tensor]:
-        return row.weights(), row.averages[0]
-
-    def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        def change(weights: list[torch.Tensor], averages: list[torch.Tensor]) -> None:
-            for target, average in zip(weights, averages, strict=True):
-                target.copy_(torch.lerp(target.to(average.dtype), average, weight))
-
-        self.apply(model, change)
-
-    def apply(self, model: nn.Module, change: Change) -> None:
-        def write() -> None:
-            self._change(change, self._rows["average"])
-            self._change(copy_all, self._rows["copy"])
-
-        self._write(write)
-
-    def copy(self, model: nn.Module) -> None:
-        self._write(lambda: self._change(copy_all, self._averages.tracked))
-
-    @torch.no_grad()
-    def _write(self, write: Callable[[], None]) -> None:
-        """write() fills ``weights()`` of what is tracked; afterwards the model has them, on every replica."""
-        what = "update_model_with_ema()"
-        self._averages.together(what, lambda: self._averages.swap.ready(what))
-        copies.write(self._averages, write)
-
-
-def following(
-    module: nn.Module, model: nn.Module, rule: Rule, choose: Choose, **rounding: Any
-) -> AveragedModule:  # fmt: skip
-    """Keeps ``module`` at the averages of ``model``, one of which may be a proxy of the other. ``rule``, ``choose``: as
-    in AveragedCopy; ``rounding``: of 16 bits, as in GivenMemory. A proxy has its own rule and rounding."""
-    proxy, other = (module, model) if isinstance(module, SwappedModelProxy) else (model, module)
-    if not isinstance(proxy, SwappedModelProxy):
-        return AveragedCopy(module, rule, choose, **rounding)
-    if proxy.core.view.model is not other:
-        raise invalid("these averages are another model's; of a sharded model they stay with it")
-    return Behind(proxy, choose) if proxy is module else Returning(proxy, choose)
+def fates(averages: Averages, choose: Choose) -> Iterator[tuple[Tracked, Fate]]:
+    buffers = {local.name for local in averages.view.buffers}
+    for row in averages.tracked:
+        kind: Kind = "buffer" if row.name in buffers else "parameter"
+        yield row, choose(row.name, row.local.tensor, kind)
 
 
 def ranks_of(module: nn.Module) -> RankGroup:

@@ -1,32 +1,40 @@
 """Managed: what the averages of NeMo Automodel have in common: checked states, checkpoint directories, files for
-inference.
+inference. A directory is torch.distributed.checkpoint's: {"<name>": tensor}, sharded, and beside it the decay and the
+number of updates.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, warn
+from shardow.compat._impl import files
 from shardow.compat._impl.filling import fill
-from shardow.compat.files import dcp, torch_files
 from shardow.distributed.rank_group import RankGroup, Step, equal_updates
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
-from shardow.model.match import Fit, Form
+from shardow.model.match import Fit, Form, fit
 from shardow.model.names import clean_file_key
 from shardow.model.parts import Held
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView
 
 T = TypeVar("T")
+_DECAY, _UPDATES = "shardow.decay", "shardow.updates"
 
 
 class Unmatched(NamedTuple):
@@ -102,7 +110,14 @@ class Managed(ABC):
         it. Collective. It is published by one rename, and torch's cache of save plans, which other objects' saves may
         use, is left alone.
         """
-        dcp.save(self._together("save()", self._live), self.decay, self.updates, Path(directory), self._ranks)
+        path = Path(directory)
+        entries = {**self._together("save()", self._live), **_counters(self.decay, self.updates)}
+
+        def write(partial: Path) -> None:
+            with _quiet_alone():
+                dcp_save(entries, checkpoint_id=str(partial), process_group=self._ranks.process_group)
+
+        files.publish("save()", path, path.with_name(f".{path.name}.partial"), self._ranks, write)
 
     @torch.no_grad()
     def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
@@ -117,26 +132,39 @@ class Managed(ABC):
                 f"missing={missing!r}; 'error', or 'init': averages that are not in the checkpoint begin as the "
                 "weights are now"
             )
-        plan = self._ranks.agree("load()", lambda: self._planned(Path(directory), missing))
-        if plan is None or plan.fit.missing:
+        found, counters = self._ranks.agree("load()", lambda: self._compared(Path(directory), missing))
+        if found.missing:
             self._begin()
-        counters = None if plan is None else dcp.read(plan, self._live(), self._ranks)
+        live = self._live()
+        entries = {**{key: live[name] for name, key in found.keys.items()}, **counters}
+        if entries:
+            with _quiet_alone():
+                dcp_load(entries, checkpoint_id=str(directory), process_group=self._ranks.process_group)
         self._held().put_back()
-        self.updates = 0 if counters is None else counters[1]
-        if counters is not None and counters[0] != self.decay:
-            warn(f"{directory} was averaged with decay {counters[0]}; it goes on with {self.decay}")
-        return _unmatched(Fit({}, list(self._live()), [], []) if plan is None else plan.fit, str(directory))
+        self.updates = int(counters.get(_UPDATES, 0))
+        decay = float(counters.get(_DECAY, self.decay))
+        if decay != self.decay:
+            warn(f"{directory} was averaged with decay {decay}; it goes on with {self.decay}")
+        return _unmatched(found, str(directory))
 
-    def _planned(self, directory: Path, missing: str) -> dcp.Plan | None:
-        plan = dcp.plan(self._held(), directory)
-        if missing == "init":
-            return plan
-        way_out = "load(..., missing='init') begins them as the weights are now"
-        if plan is None:
+    def _compared(self, directory: Path, missing: str) -> tuple[Fit[Form | None], dict[str, torch.Tensor]]:
+        """Returns how the directory fits, and room for the counters that it has. Changes nothing."""
+        stored, way_out = {}, "load(..., missing='init') begins them as the weights are now"
+        if (directory / ".metadata").exists():
+            stored = FileSystemReader(str(directory)).read_metadata().state_dict_metadata
+        elif missing == "error":
             raise errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
-        if plan.fit.missing:
-            plan.fit.refuse("load()", str(directory), KeyError, hint=way_out)
-        return plan
+        counters = _counters(0.0, 0)
+        forms = {
+            key: Form(tuple(entry.size), entry.properties.dtype)
+            for key, entry in stored.items()
+            if isinstance(entry, TensorStorageMetadata) and key not in counters
+        }
+        found = fit(self._held(), forms, str(directory))
+        found.only_different().refuse("load()", str(directory), RuntimeError)
+        if missing == "error" and found.missing:
+            found.refuse("load()", str(directory), KeyError, hint=way_out)
+        return found, counters if counters.keys() <= stored.keys() else {}
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
         """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state
@@ -145,7 +173,7 @@ class Managed(ABC):
         """
         held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"
-        torch_files.write_gathered("export_shadow()", path, held, self._ranks, kind)
+        files.write_gathered("export_shadow()", path, held, self._ranks, kind)
         return path
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:
@@ -153,6 +181,20 @@ class Managed(ABC):
         updates.
         """
         return self._ranks.step(what, lambda: Step(fn(), [equal_updates(what, self.updates, self._ranks)]))
+
+
+def _counters(decay: float, updates: int) -> dict[str, torch.Tensor]:
+    """Returns what a directory has beside the averages."""
+    numbers = {_DECAY: (decay, torch.float64), _UPDATES: (updates, torch.int64)}
+    return {key: torch.tensor(number, dtype=dtype, device="cpu") for key, (number, dtype) in numbers.items()}
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """Torch warns at each save and load of a process without a group; one process is no mistake here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def checked_decay(decay: float) -> float:
@@ -181,13 +223,6 @@ def look(weight: torch.Tensor | None, memory: torch.Tensor, region: _core.Region
     if region == _core.Region.whole(list(region.shape)):
         return memory.view(region.shape)
     return Piece(memory.reshape(-1), region)
-
-
-def clone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same look on memory of its own."""
-    if isinstance(tensor, DTensor):
-        return sharded_like(tensor, tensor._local_tensor.detach().clone())
-    return tensor.detach().clone()
 
 
 def _torch_says(tensor: Any, region: _core.Region) -> bool:

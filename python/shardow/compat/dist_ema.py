@@ -1,31 +1,41 @@
-"""DistEMA: averages of all parameters, of which each rank keeps one stretch."""
+"""ckczzj/DistEMA: averages of a replicated model, cut into one equal stretch for each rank, on shardow's engine and
+files. Names, signatures, the partition, the recursion ``e.mul_(d).add_(p, alpha=1 - d)`` and the warm-up are the
+origin's."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
-from shardow.base.checks import fraction, invalid, seconds, whole
+from shardow.averages.tracked import divide
+from shardow.base.checks import fraction, invalid, seconds, unsupported, whole
 from shardow.compat._impl.filling import fill
 from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory
 from shardow.compat._impl.swapped_model_proxy import refuse_copies
-from shardow.compat.dist_ema.shares import is_sharded, refuse_unlike, shares
 from shardow.distributed.gather import Gatherer, Part
 from shardow.distributed.rank_group import Comparison, RankGroup, Step, equal_facts, equal_updates
 from shardow.files import engine, paths
-from shardow.model.match import Fit, Form
+from shardow.model.local import LocalTensor
+from shardow.model.match import compare
 from shardow.model.names import called
+from shardow.model.owners import has_fsdp
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
+from shardow.model.zero3 import is_partitioned
+
+__all__ = ["PRECISION_TO_TYPE", "DistEMA", "requires_grad"]
 
 CONFIG = "shardow.dist_ema"  # key of ``config`` in a file's metadata
 PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -200,35 +210,28 @@ class DistEMA:
         collective.
 
         Args:
-            cpu_group: a gloo group of the same ranks, where the model's own group moves no CPU tensors.
+            cpu_group: as in the origin, a gloo group of the same ranks; the ranks' own group moves the tensors.
             everywhere: on every rank, as in the origin.
             buffers: the model's persistent buffers too, of rank 0: what a complete model has.
         """
 
         def prepare() -> Step[list[Part]]:
-            parts = self._parts_to_gather(cpu_group, buffers)
+            if cpu_group is not None and (size := dist.get_world_size(cpu_group)) != self.world_size:
+                raise invalid(f"state_dict(): cpu_group has {size} ranks, the averages are on {self.world_size}")
+            parts = [Part(share.name, share.average, share.region) for share in self._shares]
+            if buffers:
+                parts += [Part(local.name, local.tensor.reshape(-1), local.region) for local in self._view.buffers]
             return Step(parts, [equal_updates("state_dict()", self.decay_steps, self._ranks)])
 
         self._needs_all("state_dict()")
         parts = self._ranks.step("state_dict()", prepare)
-        stored = {one.name: one for one in self._shares}
-        ranks = self._ranks if cpu_group is None else RankGroup(cpu_group, self._ranks.timeout)
-        gatherer, devices = Gatherer("state_dict()", parts, ranks), {part.name: part.flat.device for part in parts}
+        inverse = {share.name: share.inverse for share in self._shares}
+        gatherer, host = Gatherer("state_dict()", parts, self._ranks), torch.device("cpu")
         found: OrderedDict[str, torch.Tensor] = OrderedDict()
-        for name, full in gatherer.everywhere(devices.__getitem__) if everywhere else gatherer.stream():
+        for name, full in gatherer.everywhere(lambda _: host) if everywhere else gatherer.stream():
             if full is not None:
-                tensor = full.cpu()
-                found[self._called[name]] = tensor.permute(stored[name].inverse) if name in stored else tensor
+                found[self._called[name]] = full.permute(inverse[name]) if name in inverse else full
         return found
-
-    def _parts_to_gather(self, cpu_group: dist.ProcessGroup | None, buffers: bool) -> list[Part]:
-        if cpu_group is not None and dist.get_world_size(cpu_group) != self.world_size:
-            size = dist.get_world_size(cpu_group)
-            raise invalid(f"state_dict(): cpu_group has {size} ranks, the averages are on {self.world_size}")
-        parts = [Part(one.name, one.average, one.region) for one in self._shares]
-        if buffers:
-            parts += [Part(one.name, one.tensor.reshape(-1), one.region) for one in self._view.buffers]
-        return parts if cpu_group is None else [Part(part.name, part.flat.cpu(), part.region) for part in parts]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -250,14 +253,8 @@ class DistEMA:
             held.others = self._called  # buffers, too
             return held
 
-        def refuse(found: Fit[Form | None]) -> None:
-            for name, key in found.keys.items():
-                if type(weights[key]) not in (torch.Tensor, nn.Parameter):
-                    kind = f"a {type(weights[key]).__name__}, not a whole tensor"
-                    raise invalid(f"load_state_dict(): nothing was loaded: '{name}' is {kind}", KeyError)
-            found.refuse("load_state_dict()", "the state", KeyError)
-
-        fill("load_state_dict()", self._ranks, look, weights, refuse)
+        what = "load_state_dict()"
+        fill(what, self._ranks, look, weights, lambda fit: fit.refuse(what, "the state", KeyError))
         self.decay_steps = steps
 
     def _needs_all(self, what: str) -> None:
@@ -329,3 +326,126 @@ def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:
         way_out = "make DistEMA with the same options, or pass the averages alone and set_decay_steps()"
         raise invalid(f"the averages were saved with {differs}; {way_out}")
     return whole("decay_steps", saved.get("decay_steps"), 0)
+
+
+# ---- shares: who averages which elements of which parameter, where parameters lie one after another, cut into equal
+# stretches, one a rank, whatever their strides. A parameter whose memory has another order than its dimensions
+# (channels_last) is cut in the order of its memory. Its share is no region of it then, but one of the tensor with its
+# dimensions in that order; files, which know regions of the tensor itself, get its boxes.
+
+
+@dataclass(eq=False)
+class Share:
+    """Elements [begin, begin + region.size) of what this rank holds of a parameter, in the order of memory. ``order``:
+    its dimensions, the slowest in memory first; ``region`` is of a tensor with these."""
+
+    local: LocalTensor
+    order: tuple[int, ...]
+    region: _core.Region
+    begin: int
+    average: torch.Tensor  # 1-D, region.size
+
+    @property
+    def name(self) -> str:
+        return self.local.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self.local.region.shape)
+
+    def source(self, local: LocalTensor) -> torch.Tensor:
+        """The live elements of ``local``, which is the same parameter of any view of the model: 1-D, a view."""
+        return _memory(local, self.order)[self.begin : self.begin + self.region.size]
+
+    @property
+    def inverse(self) -> list[int]:
+        """For permute(): gives the dimensions as the parameter has them."""
+        return sorted(range(len(self.order)), key=self.order.__getitem__)
+
+    def parts(self, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Part]:
+        """The average as regions of the parameter: its own memory, or copies, which are noted: (a stretch of the
+        average as its tensor goes, the copy, row-major)."""
+        plain = self.order == tuple(range(len(self.order)))
+        if plain or not self.region.size:
+            yield Part(self.name, self.average, self.region if plain else _core.Region.whole(self.shape).window(0, 0))
+            return
+        for offsets, sizes, begin in self.region.boxes():
+            stretch = self.average[begin : begin + math.prod(sizes)].view(sizes).permute(self.inverse)
+            copied.append((stretch, stretch.contiguous()))
+            box = _core.Region.grid(self.shape, [[(offsets[d], offsets[d] + sizes[d])] for d in self.inverse])
+            yield Part(self.name, copied[-1][1].view(-1), box)
+
+
+def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: bool) -> list[Share]:
+    """One of each parameter, empty ones too, whose averages equal the weights. ``sharded``: what a rank holds, which
+    replicas divide.
+    """
+    if (odd := [one for one in view.parameters if one.tensor.is_complex()]) != []:
+        raise unsupported(f"'{odd[0].name}' is {odd[0].tensor.dtype}; averages of complex numbers are not kept here")
+    made, total, at = [], sum(one.region.size for one in view.parameters), 0
+    each = -(-total // world)
+    first, end = min(rank * each, total), min((rank + 1) * each, total)
+    for local in view.parameters:
+        if sharded:
+            region, begin = divide(local, "split")
+            order = tuple(range(len(region.shape)))
+        else:
+            order, size = _memory_order(local), local.region.size
+            begin, stop = min(max(first - at, 0), size), min(max(end - at, 0), size)
+            region = _core.Region.whole([local.region.shape[d] for d in order]).window(begin, stop)
+            at += size
+        average = _memory(local, order)[begin : begin + region.size].to(dtype, copy=True)
+        made.append(Share(local, order, region, begin, average))
+    return made
+
+
+class _Layout(NamedTuple):
+    """What an average shares with its weight: the elements of a rank, and the order of dimensions in memory."""
+
+    region: _core.Region
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.region.shape)
+
+    def __str__(self) -> str:
+        return f"{self.region} in the order {self.order}"
+
+
+def refuse_unlike(made: Sequence[Share], view: ModelView) -> None:
+    """Raises KeyError where a model is not as the one that shares were made of."""
+    were = {share.name: _Layout(share.local.region, share.order) for share in made}
+    found = compare(were, {one.name: _Layout(one.region, _memory_order(one)) for one in view.parameters})
+    found.refuse(
+        "update()", "the model", KeyError, here="in the averages", done="nothing was averaged",
+        hint="The averages were made of another model; make a DistEMA of this one",
+    )  # fmt: skip
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """The same on every rank, whatever each of them holds."""
+    return has_fsdp(model) or any(isinstance(p, DTensor) or is_partitioned(p) for p in model.parameters())
+
+
+def _memory_order(local: LocalTensor) -> tuple[int, ...]:
+    """The dimensions of a whole tensor, the slowest in memory first; those of a shard as they are. Raises where there
+    are holes.
+    """
+    tensor, plain = local.tensor, tuple(range(len(local.region.shape)))
+    if tensor.is_contiguous() or tensor.dim() != len(plain):  # a flat shard
+        return plain
+    strides = tensor.stride()
+    order = tuple(sorted(plain, key=lambda d: -strides[d]))
+    if tuple(tensor.shape) != tuple(local.region.shape) or not tensor.permute(order).is_contiguous():
+        raise unsupported(
+            f"'{local.name}' of shape {tuple(tensor.shape)} and strides {tensor.stride()} has holes in its memory; "
+            "make it contiguous first"
+        )
+    return order
+
+
+def _memory(local: LocalTensor, order: tuple[int, ...]) -> torch.Tensor:
+    """1-D, a view."""
+    return local.tensor.view(-1) if local.tensor.is_contiguous() else local.tensor.permute(order).view(-1)

@@ -1,5 +1,5 @@
-"""Files of torch.save(), for surfaces whose origins write them: whole or not at all, and read without running what is
-in them.
+"""What the origins write: files of torch.save(), read without running what is in them, and directories; each is there
+whole or not at all, made under another name and published by one rename.
 
 torch.save() wants everything at once. Its files are plain zip archives (docs.pytorch.org, "Serialization semantics":
 data.pkl with the structure, data/0, data/1, ... with the storages in the order of their first use), so write_gathered()
@@ -14,7 +14,9 @@ holds one tensor at a time:
 from __future__ import annotations
 
 import contextlib
-import itertools
+import os
+import re
+import shutil
 import struct
 import sys
 import tempfile
@@ -24,25 +26,28 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import nn
 
 from shardow import errors
-from shardow.compat.files.published import new_file
+from shardow.base.checks import first_of, invalid
 from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
 from shardow.distributed.transfers import empty
-from shardow.model.parts import Held, held_by
-from shardow.model.swap_guard import refuse_foreign
+from shardow.model.parts import Held
 
 
-def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
-    """CPU tensors of parameters and persistent buffers, under all clean names, on rank 0; {} elsewhere. Collective.
-    ``wanted``: names.
-    """
-    held = held_by(model, None, saving=False)
-    refuse_foreign("a state of the whole model", held.memory, instead="for the weights")
-    held.parts = [part for part in held.parts if wanted(part.name)]
-    return Gatherer("state_dict()", held.parts, RankGroup(held.process_group, None)).whole(held.names)
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """To be written: at ``path``, and on the disk, when the block has ended. Where it raises, what was there stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write(content: Any, path: str | Path) -> None:
@@ -76,26 +81,26 @@ def write_gathered(what: str, path: Path, held: Held, ranks: RankGroup, dtype: t
     """The tensors of which ``held.parts`` are this rank's, each under all its names, into ``path``; floating ones as
     ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
     failed: list[Exception] = []
-    with contextlib.ExitStack() as stack:
-        add = ranks.agree(what, lambda: stack.enter_context(_archive(path, held, dtype)) if ranks.rank == 0 else None)
-        for _, tensor in Gatherer(what, held.parts, ranks).stream():  # to the end in any case: the others send
-            if add is not None and tensor is not None and not failed:
-                try:
-                    add(tensor)
-                except Exception as error:
-                    failed.append(error)
+    stream = Gatherer(what, held.parts, ranks).stream()
+    try:
+        if ranks.rank == 0:
+            _write_archive(path, held, dtype, stream)
+    except Exception as error:
+        failed.append(error)
+    for _ in stream:  # to the end in any case: the others send
+        pass
 
-        def publish() -> None:
-            if failed:
-                raise failed[0]
-            stack.close()
+    def finish() -> None:
+        if failed:
+            raise failed[0]
 
-        ranks.agree(what, publish)
+    ranks.agree(what, finish)
 
 
-@contextlib.contextmanager
-def _archive(path: Path, held: Held, dtype: torch.dtype | None) -> Iterator[Callable[[torch.Tensor], None]]:
-    """A new file, and what adds whole tensors to it, in the order of ``held.parts``."""
+def _write_archive(
+    path: Path, held: Held, dtype: torch.dtype | None, stream: Iterator[tuple[str, torch.Tensor | None]]
+) -> None:
+    """A new file of the whole tensors of ``stream``, which come in the order of ``held.parts``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     template: dict[str, torch.Tensor] = {}
     for part in held.parts:
@@ -103,25 +108,14 @@ def _archive(path: Path, held: Held, dtype: torch.dtype | None) -> Iterator[Call
         # Nothing touches this memory.
         like = empty(part.region.shape, dtype if dtype and kept.is_floating_point else kept)
         template.update(dict.fromkeys(held.names[part.name], like))
-    structure, numbers = _structure(template, path.parent), itertools.count()
-    with new_file(path) as file, _zip(file) as archive:
+    structure = _structure(template, path.parent)
+    with new_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", structure)
         archive.writestr("archive/byteorder", sys.byteorder)
-        yield lambda tensor: _add(
-            archive, next(numbers), tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-        )
+        for number, (_, tensor) in enumerate(stream):
+            assert tensor is not None  # on rank 0
+            _add(archive, number, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
         archive.writestr("archive/version", "3\n")
-
-
-@contextlib.contextmanager
-def _zip(file: BinaryIO) -> Iterator[zipfile.ZipFile]:
-    archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
-    try:
-        yield archive
-        archive.close()
-    finally:
-        with contextlib.suppress(OSError, ValueError):  # it writes its end, also of what has failed
-            archive.close()
 
 
 def _add(archive: zipfile.ZipFile, number: int, tensor: torch.Tensor) -> None:
@@ -143,3 +137,55 @@ def _structure(template: Mapping[str, torch.Tensor], directory: Path) -> bytes:
             torch.save(dict(template), skeleton)
         with zipfile.ZipFile(skeleton) as archive:
             return archive.read("archive/data.pkl")
+
+
+# ---- directories
+
+#: Matches what torch.distributed.checkpoint and BAGEL's checkpoints have.
+_OWN = re.compile(
+    r"\.metadata|__\d+_\d+\.distcp|(ema|model)\.safetensors|(optimizer\.\d+-of-\d+|scheduler|data_status)\.pt"
+).fullmatch
+
+
+def publish(what: str, directory: Path, partial: Path, ranks: RankGroup, fill: Callable[[Path], None]) -> None:
+    """``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes
+    ``directory``. Collective. Whatever fails on one rank is an error on all, and leaves nothing behind. A directory
+    that was there is replaced, or refused where it has what such saves do not write: that would be lost."""
+    ranks.agree(what, lambda: _make(partial, directory) if ranks.rank == 0 else None)
+    try:
+        fill(partial)
+        ranks.agree(what, lambda: _rename(partial, directory) if ranks.rank == 0 else None)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _make(partial: Path, directory: Path) -> None:
+    entries = os.scandir(directory) if directory.is_dir() else ()
+    if others := [entry.name for entry in entries if not (entry.is_file(follow_symlinks=False) and _OWN(entry.name))]:
+        way_out = "save to another one, or move it"
+        raise invalid(f"{directory} would be replaced, and has {first_of(others)}, which no such save wrote; {way_out}")
+    if partial.exists():  # of a run that was killed
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _rename(partial: Path, directory: Path) -> None:
+    sync_directory(partial)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    replaced = partial.with_name(partial.name + ".replaced")
+    if directory.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        directory.rename(replaced)
+    partial.rename(directory)
+    sync_directory(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

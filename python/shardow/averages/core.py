@@ -64,9 +64,9 @@ class Averages:
         self.ranks.step("EMA(...)", lambda: self._build({"decay": decay, **asked}, source))
         self.offloaded = any(one.is_offloaded for one in self.tracked)
         devices = {storage.device_of(one.source).type for one in self.tracked}
-        allocations = {id(one.arena): one.arena.on_device for one in self.tracked if one.arena is not None}.values()
+        own = [average for row in self.tracked for average in row.averages] if teacher is None else []
         #: None where all is on the host.
-        self.streams = Streams((one.source for one in self.tracked), allocations) if "cuda" in devices else None
+        self.streams = Streams((one.source for one in self.tracked), own) if "cuda" in devices else None
         frozen = self.view.frozen() if self.options.params == "trainable" else []
         self.unfrozen = Unfrozen(frozen) if frozen else None
         if any(one.stretched for one in self.tracked):
@@ -116,7 +116,7 @@ class Averages:
         def make() -> _core.Average:  # the views are its own
             averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(self.keys))]
             other = OtherMemory(tracked) if self.by_torch else None
-            return _core.Average([row.view(row.memory()) for row in tracked], averages, chosen, other)
+            return _core.Average([row.view(row.sources()) for row in tracked], averages, chosen, other)
 
         self._engine = with_memory(make)
         own = {"options": self._engine.state(), "replicas": options.replicas}

@@ -22,7 +22,7 @@ from shardow.model.slots import slots
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
     # Unsharded copies, which a forward without backward leaves in place, have no mesh.
-    DTensorAdapter(model, form="any").reshard()
+    DTensorAdapter(model).reshard()
     return group_of_tensors(model, [slot.recorded for slot in slots(model)], given, Fsdp1Adapter(model))
 
 

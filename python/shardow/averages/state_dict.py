@@ -44,7 +44,7 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         lineage.check(lineage.record_in(text), len(keys), "the state")
         changed = averages.engine.differences(text) if options == "file" else []
         averages.engine.set_state(text, getattr(_core.OptionsFrom, options))
-        renew_keys(averages, "load_state_dict()", changed)
+        warn_of_changes(averages, "load_state_dict()", changed)
         facts = {"strict": bool(strict), "options": str(options)}
         return Step(checked, [equal_facts("load_state_dict()", facts, averages.ranks)])
 
@@ -63,11 +63,8 @@ def saved_keys(averages: Averages, saved: list[str], options: OptionsFrom, where
     return _core.taken_as(saved, averages.keys, getattr(_core.OptionsFrom, options), where)
 
 
-def renew_keys(averages: Averages, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
-    """Names the averages by the engine's schedules, after it has taken a state. Warns on rank 0 of ``changed``: (name,
-    saved value, value before) of each option that is another one now.
-    """
-    averages.keys = _core.decay_keys(averages.engine.schedules)
+def warn_of_changes(averages: Averages, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
+    """Warns on rank 0 of ``changed``: (name, saved value, value before) of each option that is another one now."""
     if changed and averages.ranks.rank == 0:
         differences = "; ".join(
             f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"

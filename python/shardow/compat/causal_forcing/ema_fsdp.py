@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow import Schedule, _core, errors
+from shardow import Schedule, errors
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
@@ -70,11 +70,9 @@ class EMA_FSDP:
 
     @decay.setter
     def decay(self, decay: float | Schedule) -> None:
-        schedules = as_schedules(decay)
         state = json.loads(self._averages.engine.state())
-        state["schedules"] = [json.loads(schedule.to_json()) for schedule in schedules]
+        state["schedules"] = [json.loads(schedule.to_json()) for schedule in as_schedules(decay)]
         self._averages.engine.set_state(json.dumps(state))
-        self._averages.keys = _core.decay_keys(schedules)
 
     @property
     def shadow(self) -> dict[str, torch.Tensor]:

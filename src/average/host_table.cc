@@ -1,6 +1,7 @@
 #include "average/host_table.h"
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 #include <utility>
 
@@ -46,7 +47,7 @@ NonFiniteCount HostTable::update(Shares& shares, const kernels::Step& step, bool
     NonFiniteCount met;
     const auto run = [&](std::span<const Chunk> some) { met.add(kernels::cpu::update(some, step), some); };
     if (by_runs && runs_.cuts()) {
-      runs_.for_each(chunks_, block.begin, block.end, run);
+      runs_.for_each(chunks_, block.begin, block.end, std::ref(run));
     } else {
       run(chunks().subspan(block.begin, block.end - block.begin));
     }

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from shardow import _core
 from shardow.base.checks import unsupported, warn
 from shardow.model.local import Adapter, LocalTensor, Replicas
-from shardow.model.names import modules_of
 from shardow.model.slots import Slot
 
 
@@ -85,7 +84,7 @@ class DTensorAdapter(Adapter):
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[Any] = [
-            module for module in modules_of(model) if isinstance(module, FSDPModule)
+            module for module in model.modules() if isinstance(module, FSDPModule)
         ] + _modules_around(model)
 
     def claims(self, slot: Slot) -> bool:
@@ -133,7 +132,7 @@ def fsdp_modules() -> list[Any]:
 
 def _modules_around(model: nn.Module) -> list[Any]:
     """Returns the FSDP modules that ``model``, or something in it, is a part of."""
-    inside = set(map(id, modules_of(model)))
+    inside = set(map(id, model.modules()))
     outside = [module for module in fsdp_modules() if id(module) not in inside]
     return [module for module in outside if any(id(one) in inside for one in module.modules())]
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
 from shardow.model.local import Adapter, HiddenTensor, Replicas, replicas_in
-from shardow.model.names import join, modules_of, walk
+from shardow.model.names import join, walk
 from shardow.model.slots import slots
 
 _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
@@ -106,7 +106,7 @@ class Fsdp1Adapter(Adapter):
 
     def __init__(self, model: nn.Module) -> None:
         inside: list[Any] = [
-            one for one in modules_of(model) if isinstance(one, FullyShardedDataParallel) and one._handle is not None
+            one for one in model.modules() if isinstance(one, FullyShardedDataParallel) and one._handle is not None
         ]
         owned = {key for module in inside for key in _owners(module._handle.flat_param)}
         self._wrappers = inside + _wrappers_around(model, owned, _parameters_of(inside))

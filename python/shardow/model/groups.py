@@ -15,7 +15,6 @@ from shardow.base.checks import instance, invalid
 from shardow.model import zero3
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
-from shardow.model.names import modules_of
 from shardow.model.slots import slots
 
 
@@ -31,7 +30,7 @@ def group_of_tensors(
 ) -> dist.ProcessGroup | None:
     """The same of a model whose tensors are known."""
     groups = fsdp1.groups() + [
-        module.process_group for module in modules_of(model) if isinstance(module, DistributedDataParallel)
+        module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)
     ]
     return choose_group([*groups, *zero3.groups_of(tensors)], meshes_of(tensors), given, fsdp1.spans_world())
 

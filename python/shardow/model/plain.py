@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _core
 from shardow.model.local import Adapter, LocalTensor, Replicas, replicas_in
-from shardow.model.names import modules_of
 from shardow.model.slots import Slot
 
 
@@ -19,11 +17,10 @@ class PlainAdapter(Adapter):
     dividing them, or handing out another's, would mix ranks."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
-        self._regions: dict[torch.Size | None, _core.Region] = {}  # of one shape: made once
         self._replicas: dict[int, Replicas] = {}
         if group is not None:
             self._replicas = dict.fromkeys(map(id, model.parameters()), replicas_in(group))
-        for module in modules_of(model):
+        for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 kept_equal = (
                     p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore
@@ -35,6 +32,5 @@ class PlainAdapter(Adapter):
 
     def local(self, slot: Slot) -> LocalTensor:
         tensor, replicas = slot.recorded, self._replicas.get(id(slot.recorded), ())
-        shape = None if tensor.is_nested else tensor.shape
-        region = self._regions.get(shape) or self._regions.setdefault(shape, _core.Region.whole(list(shape or ())))
+        region = _core.Region.whole([] if tensor.is_nested else list(tensor.shape))
         return LocalTensor(slot.name, tensor.detach(), region, tensor.requires_grad, replicas, bool(replicas))

@@ -17,7 +17,7 @@ from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
 from shardow.model.local import Adapter, LocalTensor, oddity, refuse_all_odd
-from shardow.model.names import modules_of, refuse_scripted, walk
+from shardow.model.names import refuse_scripted, walk
 from shardow.model.plain import PlainAdapter
 from shardow.model.slots import Slot, refuse_valueless, slots, slots_of
 from shardow.model.storage import MARKS, address_of, overlaps
@@ -215,7 +215,7 @@ class ModelView:
         self._buffers_in_place: _core.Watch | None = None  # as they were when they were compared last
 
     def _watch_of(self, keys: list[str], whole: list[torch.Tensor], sharded: list[torch.Tensor]) -> _core.Watch:
-        modules = [module.__dict__ for module in modules_of(self.model)]
+        modules = [module.__dict__ for module in self.model.modules()]
         return _core.Watch(modules, keys, whole, sharded, MARKS, _objects_behind)
 
     def _watch_buffers(self) -> _core.Watch:
@@ -285,14 +285,10 @@ def find(model: nn.Module, group: dist.ProcessGroup | None = None, odd: bool = F
 def _in_model_order(
     found: list[LocalTensor], hidden: Sequence[LocalTensor], modules: list[tuple[str, nn.Module]]
 ) -> list[LocalTensor]:
-    """By module, as named_parameters() goes: the kind of sharding must not show in the order. ``found`` came in that of
-    ``modules``.
-    """
+    """By module, as named_parameters() goes: the kind of sharding must not show in the order."""
     order: dict[str, int] = {}
     for i, (name, _) in enumerate(modules):
         order.setdefault(name, i)
-    if not hidden and len(order) == len(modules):
-        return found
     return sorted([*found, *hidden], key=lambda local: order[local.name.rpartition(".")[0]])
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from shardow import _core
-from shardow.averages.tracked import Tracked, places
+from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, unsupported
 from shardow.base.signals import Held, impatient
 from shardow.distributed.rank_group import RankGroup
@@ -127,8 +127,8 @@ def _owners(row: Tracked, level: int) -> Owners:
     """Who owns what of a tensor among the replicas of a level, which divide what the levels before left to them."""
     if row.stretched:
         return row.owners
-    region, begin = _core.owned(row.local.region, places(row.local)[:level])
-    _, _, size = row.local.replicas[level]
+    *outer, (_, _, size) = row.local.replicas[: level + 1]
+    region, begin = _core.owned(row.local.region, [(index, count) for _, index, count in outer])
     owners = {}
     for member in range(size):
         end = begin + region.part(member, size).size

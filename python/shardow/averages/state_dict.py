@@ -81,27 +81,25 @@ def _option_text(name: str, text: str) -> str:
 def gather(averages: Averages, decay: Decay | None, complete: bool) -> dict[str, torch.Tensor]:
     """See EMA.full_state_dict()."""
     what = "full_state_dict()"
-    facts = averages.asked(decay, complete=bool(complete))
-    averages.ranks.step(what, lambda: averages.handing_out(what, averages.others if complete else None, facts))
+
+    def prepare() -> Step[dict[str, torch.Tensor]]:
+        asked = averages.asked(decay, complete=bool(complete))
+        compared = averages.handing_out(what, averages.others if complete else None, asked).compared
+        return Step(_without_elements(averages) if complete else {}, compared)
+
+    odd = averages.ranks.step(what, prepare)
     k = choose(averages.keys, decay)
     if not complete:
         return Gatherer(what, averages.parts(k), averages.ranks).whole({})
-    odd = _without_elements(averages, what)
-    extra = extra_states(averages.view.model) if averages.ranks.rank == 0 else {}
     held = averages.held(k, complete=True)
-    return {**Gatherer(what, held.parts, averages.ranks).whole(held.names), **odd, **copy.deepcopy(extra)}
+    whole = Gatherer(what, held.parts, averages.ranks).whole(held.names)
+    return {**whole, **odd, **copy.deepcopy(extra_states(averages.view.model))} if averages.ranks.rank == 0 else {}
 
 
-def _without_elements(averages: Averages, what: str) -> dict[str, torch.Tensor]:
-    """Returns on rank 0 copies of what has no elements in memory (sparse, quantised). Collective.
-
-    Such tensors can't be put together from parts, and no file holds them.
-    """
-
-    def copies() -> dict[str, torch.Tensor]:
-        odd = [local for local in averages.others() if oddity(local.tensor)]
-        refuse_all_odd(local for local in odd if local.sharded and not local.replicas)
-        return {name: local.tensor.clone() for local in odd for name in (local.name, *local.aliases)}
-
-    odd = averages.ranks.agree(what, copies)
-    return odd if averages.ranks.rank == 0 else {}
+def _without_elements(averages: Averages) -> dict[str, torch.Tensor]:
+    """Returns on rank 0 copies of what has no elements in memory (sparse, quantised): such tensors can't be put
+    together from parts, and no file holds them. Raises where each rank has a part of one."""
+    odd = [local for local in averages.others() if oddity(local.tensor)]
+    refuse_all_odd(local for local in odd if local.sharded and not local.replicas)
+    first = averages.ranks.rank == 0
+    return {name: local.tensor.clone() for local in odd if first for name in (local.name, *local.aliases)}

@@ -194,12 +194,7 @@ def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
     """
     if replicas != "split" or not local.replicas:
         return local.region, 0
-    return _core.owned(local.region, places(local))
-
-
-def places(local: LocalTensor) -> list[tuple[int, int]]:
-    """(index, size) of this rank's place in each replica group of ``local``."""
-    return [(index, count) for _, index, count in local.replicas]
+    return _core.owned(local.region, [(index, count) for _, index, count in local.replicas])
 
 
 Give = Callable[[list[Tracked], Options], None]

@@ -42,6 +42,7 @@ class ModelView:
         self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, zero3, PlainAdapter(model, group))
         #: Those that hide something of this model: the others are not asked again.
         self._hiding = [adapter for adapter in self._adapters if adapter.hidden]
+        self._gathering = [*self._hiding, *([self._dtensors] if self._dtensors.modules else [])]
         self._hidden = [local for adapter in self._hiding for local in adapter.hidden]
         self.watch_buffers = False
         self._followed_buffers: _core.Watch | None = None  # as they were when they were followed last
@@ -113,7 +114,7 @@ class ModelView:
 
     def reshard(self) -> None:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
-        for adapter in self._adapters:
+        for adapter in self._gathering:
             adapter.reshard()
         if (
             self._sharded

@@ -76,18 +76,19 @@ def expected(steps: int) -> dict[str, torch.Tensor]:
 
 
 def run(of: str, path: str, exchanged: int) -> tuple[dict[str, torch.Tensor], list[bool], float, int]:
-    replicas.EXCHANGED = exchanged
-    model, own, ema = build(of)
-    for number in (1, 2, 3):
-        step(model, own, number)
-        ema.update()
-    before = [p.clone() for p in model.parameters()]
-    with ema.swapped():
-        inside = {name: p.detach().clone() for name, p in model.named_parameters()}
-    same = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
-    same += [torch.equal(inside[name], value.bfloat16()) for name, value in expected(3).items()]
-    ema.save(path)
-    return ema.full_state_dict(complete=False), same, ema.distance(), int(ema.stats()["elements"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "EXCHANGED", exchanged)
+        model, own, ema = build(of)
+        for number in (1, 2, 3):
+            step(model, own, number)
+            ema.update()
+        before = [p.clone() for p in model.parameters()]
+        with ema.swapped():
+            inside = {name: p.detach().clone() for name, p in model.named_parameters()}
+        same = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+        same += [torch.equal(inside[name], value.bfloat16()) for name, value in expected(3).items()]
+        ema.save(path)
+        return ema.full_state_dict(complete=False), same, ema.distance(), int(ema.stats()["elements"])
 
 
 def load(path: str) -> dict[str, torch.Tensor]:

@@ -2,8 +2,8 @@
 // Everything that could fail or allocate happens here, before an update.
 #include <algorithm>
 
-#include "average/arena.h"
 #include "average/checks.h"
+#include "average/driver.h"
 #include "average/impl.h"
 #include "average/replicas.h"
 #include "base/errors.h"
@@ -16,6 +16,8 @@ using base::fail;
 namespace {
 
 constexpr int64_t kAlignment = 64;
+constexpr int64_t kPeriod = int64_t{64} << 20;
+constexpr int64_t kCached = int64_t{1} << 20;  // bytes: smaller averages stay in caches, where none of this was seen
 
 bool same_device(const Device& a, const Device& b) {
   return a.kind == b.kind && a.index == b.index;
@@ -64,6 +66,12 @@ std::string names_of(std::span<const TensorView> views) {
 }
 
 }  // namespace
+
+int64_t average::arena_stride(int64_t bytes, int num_averages) {
+  if (num_averages < 2 || bytes < kCached) return bytes;
+  const int64_t apart = kPeriod / num_averages / kAlignment * kAlignment;
+  return bytes + ((apart - bytes) % kPeriod + kPeriod) % kPeriod;
+}
 
 Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen,
                     std::shared_ptr<average::OtherMemory> others)

@@ -12,7 +12,7 @@ using kernels::Chunk;
 namespace {
 
 /// Of one pass after the other: a thread that has just worked need not be woken.
-constexpr int64_t kSerialElements = 1 << 18;
+constexpr int64_t kSerialPassElements = 1 << 18;
 
 }  // namespace
 
@@ -27,7 +27,7 @@ Shares HostTable::shares(size_t begin, size_t end) const {
   const std::span<const Chunk> some = chunks().subspan(begin, end - begin);
   int64_t elements = 0;
   for (const Chunk& chunk : some) elements += chunk.count;
-  return {some, elements < kSerialElements ? 1 : pool_.size(), begin};
+  return {some, elements < kSerialPassElements ? 1 : pool_.size(), begin};
 }
 
 /// fn(thread, block) for every block, on all threads.

@@ -66,7 +66,3 @@ def late(ema: shardow.EMA) -> Iterator[None]:
         )
         yield
     hooks.hold_updates(False)
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}

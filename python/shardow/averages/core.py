@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core, errors
 from shardow.averages import state as _state
@@ -115,7 +116,9 @@ class Averages:
         def make() -> _core.Average:  # the views are its own
             averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(options.schedules))]
             other = OtherMemory(tracked) if self.by_torch else None
-            return _core.Average([row.view(row.sources()) for row in tracked], averages, chosen, other)
+            with _disable_current_modes():  # whatever modes are in force
+                sources = [row.view(row.sources()) for row in tracked]
+            return _core.Average(sources, averages, chosen, other)
 
         self._engine = with_memory(make)
         own = {"options": self._engine.state(), "replicas": options.replicas}

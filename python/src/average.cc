@@ -9,7 +9,6 @@
 
 #include <utility>
 
-#include "average/arena.h"
 #include "average/driver.h"
 #include "average/plan.h"
 #include "core.h"

@@ -52,31 +52,36 @@ def _units(model: nn.Module) -> list[str]:
     return ["0", "3"] if {"0", "3"} <= set(named) else named[1:]
 
 
-def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Module, int], nn.Module]:
+Units = Callable[[nn.Module], list[str]]
+
+
+def fsdp1(
+    strategy: ShardingStrategy, use_orig_params: bool, units: Units = _units
+) -> Callable[[nn.Module, int], nn.Module]:
     def apply(model: nn.Module, world: int) -> nn.Module:
         options = {
             "device_id": torch.device(DEVICE), "use_orig_params": use_orig_params, "sharding_strategy": strategy,
             "param_init_fn": shardow.to_empty
         }  # fmt: skip
-        if strategy is ShardingStrategy.HYBRID_SHARD:
+        if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
             options["device_mesh"] = init_device_mesh(DEVICE, (2, world // 2))
-        for name in _units(model):
+        for name in units(model):
             setattr(model, name, FullyShardedDataParallel(getattr(model, name), **options))
         return FullyShardedDataParallel(model, **options)
 
     return apply
 
 
-def _fsdp2(model: nn.Module, world: int) -> nn.Module:
+def fsdp2(model: nn.Module, world: int, units: Units = _units, **options: Any) -> nn.Module:
     mesh = init_device_mesh(DEVICE, (world,))
-    for name in _units(model):
-        fully_shard(getattr(model, name), mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    for name in units(model):
+        fully_shard(getattr(model, name), mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
-def _hsdp(model: nn.Module, world: int) -> nn.Module:
+def hsdp(model: nn.Module, world: int, units: Units = _units) -> nn.Module:
     mesh = init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    for name in _units(model)[:1]:
+    for name in units(model)[:1]:
         fully_shard(getattr(model, name), mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -98,20 +103,20 @@ def _wrapped(model: nn.Sequential, world: int) -> nn.Module:
 
     model[0] = checkpoint_wrapper(model[0])
     model[3] = checkpoint_wrapper(model[3])
-    _fsdp2(model, world)
+    fsdp2(model, world)
     return torch.compile(model, backend="eager")
 
 
 PARALLEL: dict[str, Callable[[Any, int], nn.Module]] = {
     "plain": lambda model, world: model,
     "ddp": lambda model, world: DistributedDataParallel(model),
-    "fsdp1": _fsdp1(ShardingStrategy.FULL_SHARD, True),
-    "fsdp1-flat": _fsdp1(ShardingStrategy.FULL_SHARD, False),
-    "fsdp1-grad-op": _fsdp1(ShardingStrategy.SHARD_GRAD_OP, True),
-    "fsdp1-no-shard": _fsdp1(ShardingStrategy.NO_SHARD, True),
-    "fsdp1-hybrid": _fsdp1(ShardingStrategy.HYBRID_SHARD, True),
-    "fsdp2": _fsdp2,
-    "hsdp": _hsdp,
+    "fsdp1": fsdp1(ShardingStrategy.FULL_SHARD, True),
+    "fsdp1-flat": fsdp1(ShardingStrategy.FULL_SHARD, False),
+    "fsdp1-grad-op": fsdp1(ShardingStrategy.SHARD_GRAD_OP, True),
+    "fsdp1-no-shard": fsdp1(ShardingStrategy.NO_SHARD, True),
+    "fsdp1-hybrid": fsdp1(ShardingStrategy.HYBRID_SHARD, True),
+    "fsdp2": fsdp2,
+    "hsdp": hsdp,
     "tp+fsdp2": _tp_fsdp2,
     "wrapped": _wrapped,
 }

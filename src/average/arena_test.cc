@@ -1,10 +1,10 @@
 // Averages of any size and number lie apart, modulo the period in which their streams disturb one another.
-#include "average/arena.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <vector>
+
+#include "average/driver.h"
 
 namespace shardow::average {
 namespace {

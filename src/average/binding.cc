@@ -1,10 +1,9 @@
 // The memory that an Average works on: the parameters' parts on this rank, the averages, and a backend for each device.
 // Everything that could fail or allocate happens here, before an update.
 #include <algorithm>
-#include <tuple>
 
-#include "average/arena.h"
 #include "average/checks.h"
+#include "average/driver.h"
 #include "average/impl.h"
 #include "average/replicas.h"
 #include "base/errors.h"
@@ -17,6 +16,8 @@ using base::fail;
 namespace {
 
 constexpr int64_t kAlignment = 64;
+constexpr int64_t kPeriod = int64_t{64} << 20;
+constexpr int64_t kCached = int64_t{1} << 20;  // bytes: smaller averages stay in caches, where none of this was seen
 
 bool same_device(const Device& a, const Device& b) {
   return a.kind == b.kind && a.index == b.index;
@@ -32,26 +33,13 @@ bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b
 struct Place {
   Device device;
   bool offloaded;
-  std::vector<TensorView> some;                        // where others are elsewhere
-  std::vector<std::vector<TensorView>> some_averages;  // [k], parallel to it
-  std::span<const TensorView> parameters;
-  std::span<const std::vector<TensorView>> averages;
+  std::vector<TensorView> parameters = {};
+  std::vector<std::vector<TensorView>> averages = {};  // [k], parallel to parameters
 };
 
-/// All are in one place, as most often: nothing is copied.
-bool are_together(std::span<const TensorView> parameters, std::span<const TensorView> averages) {
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!same_device(parameters[i].device, parameters[0].device)) return false;
-    if (average::is_offloaded(parameters[i], averages[i]) != average::is_offloaded(parameters[0], averages[0]))
-      return false;
-  }
-  return !parameters.empty();
-}
-
+/// Devices come first: they refuse a replay before the host, which does its part at once, has changed anything.
 std::vector<Place> places_of(std::span<const TensorView> parameters,
                              std::span<const std::vector<TensorView>> averages) {
-  if (are_together(parameters, averages[0]))
-    return {{parameters[0].device, average::is_offloaded(parameters[0], averages[0][0]), {}, {}, parameters, averages}};
   std::vector<Place> places;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Device& device = parameters[i].device;
@@ -59,17 +47,13 @@ std::vector<Place> places_of(std::span<const TensorView> parameters,
     auto place = std::find_if(places.begin(), places.end(), [&](const Place& one) {
       return same_device(one.device, device) && one.offloaded == offloaded;
     });
-    if (place == places.end())
-      place =
-          places.insert(place, {device, offloaded, {}, std::vector<std::vector<TensorView>>(averages.size()), {}, {}});
-    place->some.push_back(parameters[i]);
-    for (size_t k = 0; k < averages.size(); ++k) place->some_averages[k].push_back(averages[k][i]);
+    if (place == places.end()) {
+      place = places.insert(place, {device, offloaded});
+      place->averages.resize(averages.size());
+    }
+    place->parameters.push_back(parameters[i]);
+    for (size_t k = 0; k < averages.size(); ++k) place->averages[k].push_back(averages[k][i]);
   }
-  for (Place& place : places) {
-    place.parameters = place.some;
-    place.averages = place.some_averages;
-  }
-  // Devices come first: they refuse a replay before the host, which does its part at once, has changed anything.
   std::stable_partition(places.begin(), places.end(),
                         [](const Place& place) { return place.device.kind != Device::Kind::kCpu; });
   return places;
@@ -82,6 +66,12 @@ std::string names_of(std::span<const TensorView> views) {
 }
 
 }  // namespace
+
+int64_t average::arena_stride(int64_t bytes, int num_averages) {
+  if (num_averages < 2 || bytes < kCached) return bytes;
+  const int64_t apart = kPeriod / num_averages / kAlignment * kAlignment;
+  return bytes + ((apart - bytes) % kPeriod + kPeriod) % kPeriod;
+}
 
 Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen,
                     std::shared_ptr<average::OtherMemory> others)
@@ -170,8 +160,8 @@ Average::Impl::Bound Average::Impl::make_bound(std::span<const TensorView> views
       std::min(1.0, static_cast<double>(options.ring_bytes) / static_cast<double>(std::max<size_t>(whole_rings, 1)));
   Bound made;
   for (const Place& place : places) {
-    const auto& [device, parameters, averaged] = std::tie(place.device, place.parameters, place.averages);
-    if (place.offloaded) {
+    const auto& [device, offloaded, parameters, averaged] = place;
+    if (offloaded) {
       std::shared_ptr<average::Ring> ring = ring_of(device.index);
       if (!ring) {
         const auto bytes = static_cast<double>(average::whole_ring_bytes(parameters)) * share;
@@ -185,7 +175,7 @@ Average::Impl::Bound Average::Impl::make_bound(std::span<const TensorView> views
       made.backends.push_back(
           average::make_backend(device, parameters, averaged, options.overlap ? *background_pool_ : *pool));
     }
-    if (!place.offloaded && options.rounding == Rounding::kStochastic)
+    if (!offloaded && options.rounding == Rounding::kStochastic)
       made.backends.back()->prepare_noise();  // else before the first step that draws noise
   }
   return made;

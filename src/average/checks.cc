@@ -1,11 +1,10 @@
 #include "average/checks.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstdint>
 #include <functional>
 #include <map>
 #include <string_view>
+#include <unordered_set>
 #include <vector>
 
 #include "average/other_memory.h"
@@ -63,16 +62,10 @@ void check_fits(const TensorView& part, const TensorView& average, DType dtype) 
   }
 }
 
-/// Open addressing: a million names are compared in a table of 8 MB, where a set would make a node for each.
 void check_names(std::span<const TensorView> views) {
-  std::vector<uint32_t> table(std::bit_ceil(2 * views.size() + 1));  // 1 + the index of a view
-  for (size_t i = 0; i < views.size(); ++i) {
-    size_t at = std::hash<std::string_view>()(views[i].name) & (table.size() - 1);
-    for (; table[at] != 0; at = (at + 1) & (table.size() - 1)) {
-      if (views[table[at] - 1].name == views[i].name)
-        fail(Code::kInvalidArgument, "two parameters are named '{}'", views[i].name);
-    }
-    table[at] = static_cast<uint32_t>(i + 1);
+  std::unordered_set<std::string_view> names;
+  for (const TensorView& view : views) {
+    if (!names.insert(view.name).second) fail(Code::kInvalidArgument, "two parameters are named '{}'", view.name);
   }
 }
 

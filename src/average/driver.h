@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -47,5 +48,12 @@ struct Driver {
   /// them.
   static double samples_by(const Average& ema, double batch) noexcept;
 };
+
+/// Bytes from one average's first byte to the next one's, for averages of `bytes` each (a multiple of 64) on a CPU.
+///
+/// Streams whose addresses agree modulo 64 MiB, to within about 8 MiB, were measured to run at a third of the speed of
+/// others (docs/architecture.md), so large averages are spread evenly over that period. What lies between them is never
+/// touched: address space, not memory.
+int64_t arena_stride(int64_t bytes, int num_averages);
 
 }  // namespace shardow::average

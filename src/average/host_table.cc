@@ -1,6 +1,7 @@
 #include "average/host_table.h"
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 #include <utility>
 
@@ -11,7 +12,7 @@ using kernels::Chunk;
 namespace {
 
 /// Of one pass after the other: a thread that has just worked need not be woken.
-constexpr int64_t kSerialElements = 1 << 18;
+constexpr int64_t kSerialPassElements = 1 << 18;
 
 }  // namespace
 
@@ -26,7 +27,7 @@ Shares HostTable::shares(size_t begin, size_t end) const {
   const std::span<const Chunk> some = chunks().subspan(begin, end - begin);
   int64_t elements = 0;
   for (const Chunk& chunk : some) elements += chunk.count;
-  return {some, elements < kSerialElements ? 1 : pool_.size(), begin};
+  return {some, elements < kSerialPassElements ? 1 : pool_.size(), begin};
 }
 
 /// fn(thread, block) for every block, on all threads.
@@ -46,7 +47,7 @@ NonFiniteCount HostTable::update(Shares& shares, const kernels::Step& step, bool
     NonFiniteCount met;
     const auto run = [&](std::span<const Chunk> some) { met.add(kernels::cpu::update(some, step), some); };
     if (by_runs && runs_.cuts()) {
-      runs_.for_each(chunks_, block.begin, block.end, run);
+      runs_.for_each(chunks_, block.begin, block.end, std::ref(run));
     } else {
       run(chunks().subspan(block.begin, block.end - block.begin));
     }

@@ -62,7 +62,7 @@ std::vector<Chunk> make_chunks(std::span<const TensorView> parameters,
 /// piece of the same chunk needs its addresses and counts alone.
 class RunCutter::Batch {
  public:
-  explicit Batch(Callback callback) : callback_(callback) {}
+  explicit Batch(const std::function<void(Pieces)>& fn) : fn_(fn) {}
   ~Batch() { flush(); }
 
   void begin(const Chunk& chunk) {
@@ -92,11 +92,11 @@ class RunCutter::Batch {
   static constexpr size_t kPieces = 64;
 
   void flush() {
-    if (count_ > 0) callback_.call(callback_.context, {pieces_.data(), count_});
+    if (count_ > 0) fn_({pieces_.data(), count_});
     count_ = 0;
   }
 
-  Callback callback_;
+  const std::function<void(Pieces)>& fn_;
   const Chunk* chunk_ = nullptr;
   int64_t parameter_size_ = 0, average_size_ = 0;
   size_t num_averages_ = 0;
@@ -122,8 +122,9 @@ size_t RunCutter::bytes() const noexcept {
   return regions_.size() * (sizeof(Region) + sizeof(size_t));
 }
 
-void RunCutter::for_each_piece(std::span<const Chunk> table, size_t begin, size_t end, Callback callback) const {
-  Batch batch(callback);
+void RunCutter::for_each(std::span<const Chunk> table, size_t begin, size_t end,
+                         const std::function<void(Pieces)>& fn) const {
+  Batch batch(fn);
   // The last view that begins at or before the chunk: views without elements have no chunks of their own.
   auto view = static_cast<size_t>(std::upper_bound(firsts_.begin(), firsts_.end(), begin) - firsts_.begin()) - 1;
   for (size_t c = begin; c < end; ++c) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -41,23 +42,13 @@ class RunCutter {
   bool cuts() const noexcept { return !regions_.empty(); }
   size_t bytes() const noexcept;
 
+  using Pieces = std::span<const kernels::Chunk>;
   /// fn(pieces) for a few pieces at a time, in order, of chunks [begin, end) of `table`. Allocates nothing.
-  template <typename Fn>
-  void for_each(std::span<const kernels::Chunk> table, size_t begin, size_t end, const Fn& fn) const {
-    for_each_piece(
-        table, begin, end,
-        {[](void* context, Pieces pieces) { (*static_cast<const Fn*>(context))(pieces); }, const_cast<Fn*>(&fn)});
-  }
+  void for_each(std::span<const kernels::Chunk> table, size_t begin, size_t end,
+                const std::function<void(Pieces)>& fn) const;
 
  private:
-  using Pieces = std::span<const kernels::Chunk>;
-  struct Callback {
-    void (*call)(void* context, Pieces pieces);
-    void* context;
-  };
   class Batch;
-
-  void for_each_piece(std::span<const kernels::Chunk> table, size_t begin, size_t end, Callback callback) const;
 
   std::vector<Region> regions_;  // of the views, in order
   std::vector<size_t> firsts_;   // parallel to regions_: the view's first chunk

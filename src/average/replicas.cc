@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "average/division.h"
 #include "base/errors.h"
 #include "group/ranks.h"
 #include "group/wire.h"
@@ -12,16 +11,7 @@
 namespace shardow::average {
 namespace {
 
-std::span<std::byte> memory_of(const shardow::Stretch& stretch, std::span<const TensorView> views) {
-  const TensorView& view = views[stretch.tensor];
-  return {data_at(view, stretch.begin), static_cast<size_t>(byte_size(view.dtype, stretch.end - stretch.begin))};
-}
-
-size_t bytes_of(const std::vector<shardow::Stretch>& stretches, std::span<const TensorView> views) {
-  size_t bytes = 0;
-  for (const auto& stretch : stretches) bytes += memory_of(stretch, views).size();
-  return bytes;
-}
+constexpr int64_t kMostBytes = int64_t{32} << 20;  // of a message: what arrives needs memory until all of it is there
 
 }  // namespace
 
@@ -44,6 +34,16 @@ group::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> v
   return facts;
 }
 
+Owned owned(const Region& region, std::span<const ReplicaLevel> levels) {
+  Owned left{region, 0};
+  for (const auto& [index, count] : levels) {
+    const Region part = left.region.part(index, count);  // before the others are counted: it checks the index
+    for (int before = 0; before < index; ++before) left.begin += left.region.part(before, count).size();
+    left.region = part;
+  }
+  return left;
+}
+
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count) {
   const ReplicaLevel level[] = {{index, count}};
   std::vector<TensorView> parts(views.begin(), views.end());
@@ -55,34 +55,42 @@ std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, i
   return parts;
 }
 
+/// Small parts share a message, since the latency of a collective is that of a hundred of them.
 ReplicaExchange::ReplicaExchange(const Group& replicas, std::span<const TensorView> views) {
-  const ReplicaLevel level[] = {{replicas.rank(), replicas.size()}};
-  std::vector<Divided> tensors;
-  for (const TensorView& view : views) tensors.push_back({view.region, byte_size(view.dtype, 1)});
-  steps_ = plan_exchange(tensors, level);
-  size_t most = 0;
-  for (const ExchangeStep& step : steps_) {
-    for (const auto& owned : step.members) most = std::max(most, bytes_of(owned, views));
+  int64_t most = 0;
+  for (int owner = 0; owner < replicas.size(); ++owner) {
+    const ReplicaLevel level[] = {{owner, replicas.size()}};
+    for (size_t i = 0; i < views.size(); ++i) {
+      const auto [region, first] = owned(views[i].region, level);
+      int64_t begin = byte_size(views[i].dtype, first);
+      const int64_t end = begin + byte_size(views[i].dtype, region.size());
+      while (begin < end) {
+        if (messages_.empty() || messages_.back().owner != owner || messages_.back().bytes == kMostBytes)
+          messages_.push_back({owner});
+        Message& message = messages_.back();
+        const int64_t bytes = std::min(end - begin, kMostBytes - message.bytes);
+        message.pieces.push_back({i, begin, bytes});
+        message.bytes += bytes;
+        most = std::max(most, message.bytes);
+        begin += bytes;
+      }
+    }
   }
-  packed_.resize(most);
+  packed_.resize(static_cast<size_t>(most));
 }
 
 void ReplicaExchange::run(Group& replicas, std::span<const TensorView> views, Deadline deadline) {
-  for (const ExchangeStep& step : steps_) {
-    for (int owner = 0; owner < replicas.size(); ++owner) {
-      const auto& owned = step.members[static_cast<size_t>(owner)];
-      const std::span<std::byte> packed = std::span(packed_).first(bytes_of(owned, views));
-      if (packed.empty()) continue;
-      const bool sends = owner == replicas.rank();
-      if (!sends) group::ranks_of(replicas).broadcast(packed, owner, deadline);
-      std::byte* at = packed.data();
-      for (const auto& stretch : owned) {
-        const std::span<std::byte> memory = memory_of(stretch, views);
-        if (!memory.empty()) std::memcpy(sends ? at : memory.data(), sends ? memory.data() : at, memory.size());
-        at += memory.size();
-      }
-      if (sends) group::ranks_of(replicas).broadcast(packed, owner, deadline);
+  for (const auto& [owner, bytes, pieces] : messages_) {
+    const std::span<std::byte> packed = std::span(packed_).first(static_cast<size_t>(bytes));
+    const bool sends = owner == replicas.rank();
+    if (!sends) group::ranks_of(replicas).broadcast(packed, owner, deadline);
+    std::byte* at = packed.data();
+    for (const auto& [view, begin, count] : pieces) {
+      std::byte* const memory = static_cast<std::byte*>(views[view].data) + begin;
+      std::memcpy(sends ? at : memory, sends ? memory : at, static_cast<size_t>(count));
+      at += count;
     }
+    if (sends) group::ranks_of(replicas).broadcast(packed, owner, deadline);
   }
 }
 

@@ -1,13 +1,13 @@
-// Replicas: ranks that hold the same views and divide the work of averaging them.
+// Replicas: ranks that hold the same elements and divide the work of averaging them.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
-#include "average/division.h"
 #include "group/facts.h"
 #include "shardow/group.h"
+#include "shardow/region.h"
 #include "shardow/tensor_view.h"
 
 namespace shardow::average {
@@ -18,6 +18,22 @@ group::Fact updates_fact(int64_t updates);
 /// What replicas must have equal before they overwrite each other's memory.
 group::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> views);
 
+/// This rank's place in a group of ranks that hold the same elements.
+struct ReplicaLevel {
+  int index, count;
+};
+
+/// Part of a region that replicas hold; it begins at element `begin` of the region's local memory.
+struct Owned {
+  Region region;
+  int64_t begin;
+};
+
+/// The part of `region` that this rank owns: all of it where there are no levels. Groups nest: each level divides what
+/// the level before it left to this rank. Parts are cut as Region::part() cuts them; the ranks' parts cover the region
+/// exactly once. Throws kInvalidArgument for an index outside its count.
+Owned owned(const Region& region, std::span<const ReplicaLevel> levels);
+
 /// What member `index` of `count` averages of each view: its region and memory.
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);
 
@@ -26,12 +42,23 @@ std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, i
 class ReplicaExchange {
  public:
   ReplicaExchange(const Group& replicas, std::span<const TensorView> views);
-  /// Collective: a broadcast for each owner and step, of all its stretches together. `views` are those that it was made
-  /// for, wherever they lie by now.
+  /// Collective: each owner broadcasts its parts of all views in messages of at most 32 MiB. `views` are those that it
+  /// was made for, wherever they lie by now.
   void run(Group& replicas, std::span<const TensorView> views, Deadline deadline);
 
  private:
-  std::vector<ExchangeStep> steps_;
+  /// Bytes of a view's memory.
+  struct Piece {
+    size_t view;
+    int64_t begin, bytes;
+  };
+  struct Message {
+    int owner;
+    int64_t bytes = 0;
+    std::vector<Piece> pieces = {};
+  };
+
+  std::vector<Message> messages_;
   std::vector<std::byte> packed_;
 };
 

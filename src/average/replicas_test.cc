@@ -1,5 +1,7 @@
 // Ranks that hold the same views, as threads: they divide the work, and where their swap fails while they send each
 // other their parts, all of them are back where they were, or all that are left can be.
+#include "average/replicas.h"
+
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -8,9 +10,57 @@
 #include "average/average_fixture.h"
 #include "group/ranks.h"
 #include "shardow/average.h"
+#include "tensor/region_oracle_fixture.h"
 
 namespace shardow {
 namespace {
+
+using oracle::pick;
+using oracle::Random;
+using Levels = std::vector<average::ReplicaLevel>;
+
+/// Every rank's levels, of groups that nest: 2 and 3 are (0, 0), (0, 1), (0, 2), (1, 0), ...
+std::vector<Levels> everybody(const std::vector<int>& counts) {
+  std::vector<Levels> ranks{{}};
+  for (const int count : counts) {
+    std::vector<Levels> next;
+    for (const Levels& outer : ranks) {
+      for (int index = 0; index < count; ++index) {
+        next.push_back(outer);
+        next.back().push_back({index, count});
+      }
+    }
+    ranks = next;
+  }
+  return ranks;
+}
+
+std::vector<int> random_counts(Random& random) {
+  std::vector<int> counts(static_cast<size_t>(pick(random, 0, 3)));
+  for (int& count : counts) count = static_cast<int>(pick(random, 1, 4));
+  return counts;
+}
+
+TEST(Replicas, OwnEveryElementOnce) {
+  Random random(31);
+  for (int i = 0; i < 400; ++i) {
+    const Region held = oracle::random_sample(random, i % 2 == 0).region;
+    const std::vector<int64_t> elements = oracle::elements(held);
+    std::vector<int64_t> joined;
+    for (const Levels& levels : everybody(random_counts(random))) {
+      const auto [region, begin] = average::owned(held, levels);
+      EXPECT_EQ(begin, static_cast<int64_t>(joined.size()));
+      const auto part = oracle::elements(region);
+      joined.insert(joined.end(), part.begin(), part.end());
+    }
+    EXPECT_EQ(joined, elements) << held.to_string();
+  }
+}
+
+TEST(Replicas, RefuseAPlaceOutsideTheirLevel) {
+  for (const average::ReplicaLevel level : {average::ReplicaLevel{2, 2}, {-1, 2}, {0, 0}})
+    EXPECT_THROW(average::owned(Region::whole({4}), std::vector{level}), Error);
+}
 
 TEST(Average, ReplicasDivideTheWorkAndSwapWhole) {
   constexpr int kMost = 8;

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core, errors
 from shardow.averages import state as _state
@@ -47,8 +48,7 @@ _NO_GRAPH = "PyTorch's operations make the updates, which no graph repeats; call
 
 class Averages:
     """The implementation behind EMA and compat's classes. ``view``: the model as it was found; ``ranks``: those that
-    share it; ``tracked``: what is averaged; ``keys``: what several averages are called; ``swap``: the transaction with
-    the weights.
+    share it; ``tracked``: what is averaged; ``swap``: the transaction with the weights.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Averages:
         self.ranks.step("EMA(...)", lambda: self._build({"decay": decay, **asked}, source))
         self.offloaded = any(one.is_offloaded for one in self.tracked)
         devices = {storage.device_of(one.source).type for one in self.tracked}
-        allocations = {id(one.arena): one.arena.on_device for one in self.tracked if one.arena is not None}.values()
+        own = [average for row in self.tracked for average in row.averages] if teacher is None else []
         #: None where all is on the host.
-        self.streams = Streams((one.source for one in self.tracked), allocations) if "cuda" in devices else None
+        self.streams = Streams((one.source for one in self.tracked), own) if "cuda" in devices else None
         frozen = self.view.frozen() if self.options.params == "trainable" else []
         self.unfrozen = Unfrozen(frozen) if frozen else None
         if any(one.stretched for one in self.tracked):
@@ -105,8 +105,8 @@ class Averages:
         give = None
         if self.teacher is not None:
             asked["dtype"], give = self.teacher.find(self.view), self.teacher.take
-        options = make_options(**asked)
-        self.options, self.keys = options, _core.decay_keys(options.schedules)
+        self.options = options = make_options(**asked)
+        _core.decay_keys(options.schedules)  # refuses equal ones
         self.tracked = tracked = track(options.chosen(self.view), options, source, give)
         refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
         offloaded = all(row.is_offloaded for row in tracked)
@@ -114,9 +114,11 @@ class Averages:
         chosen = options.engine(self.ranks.size == 1, offloaded, keep_values=give is not None)
 
         def make() -> _core.Average:  # the views are its own
-            averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(self.keys))]
+            averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(options.schedules))]
             other = OtherMemory(tracked) if self.by_torch else None
-            return _core.Average([row.view(row.memory()) for row in tracked], averages, chosen, other)
+            with _disable_current_modes():  # whatever modes are in force
+                sources = [row.view(row.sources()) for row in tracked]
+            return _core.Average(sources, averages, chosen, other)
 
         self._engine = with_memory(make)
         own = {"options": self._engine.state(), "replicas": options.replicas}
@@ -132,16 +134,26 @@ class Averages:
         return self._engine
 
     @property
+    def keys(self) -> list[str]:
+        """What several averages are called."""
+        return _core.decay_keys(self._engine.schedules)
+
+    @property
     def splits(self) -> bool:
         return self.options.replicas == "split" and any(one.local.replicas for one in self.tracked)
 
-    def together(self, what: str, fn: Callable[[], T], asked: Asked = dict) -> T:
+    def together(self, what: str, fn: Callable[[], T], asked: Asked = dict, overwrites: bool = False) -> T:
         """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
-        updates. ``asked()``: what the call was asked for, which must be equal on all ranks."""
+        updates. ``asked()``: what the call was asked for, which must be equal on all ranks. ``overwrites``: replicas
+        that divide the work are about to overwrite each other's weights, which must be the same."""
 
         def prepare() -> Step[T]:
             self._raise_non_finite()
-            return Step(fn(), [self.states(what, asked())])
+            facts = asked()
+            made = fn()
+            weights = [common_of(row.local) for row in self.tracked_weights()] if overwrites and self.splits else []
+            way_out = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
+            return Step(made, [equal_copies(what, weights, self.ranks, way_out), self.states(what, facts)])
 
         return self.ranks.step(what, prepare)
 
@@ -159,20 +171,9 @@ class Averages:
         raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
 
     def ready_to_swap(self, decay: object, what: str, fn: Callable[[], None]) -> int:
-        """together(), and replicas hold the same weights: they are about to overwrite each other's. Returns which
-        average ``decay`` is.
-        """
-        way_out = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
-
-        def prepare() -> Step[int]:
-            self._raise_non_finite()
-            facts = self.asked(decay)()
-            fn()
-            weights = [common_of(row.local) for row in self.tracked_weights()] if self.splits else []
-            copies = equal_copies(what, weights, self.ranks, way_out)
-            return Step(self.keys.index(facts["decay"]), [copies, self.states(what, facts)])
-
-        return self.ranks.step(what, prepare)
+        """together() before weights are overwritten. Returns which average ``decay`` is."""
+        self.together(what, fn, self.asked(decay), overwrites=True)
+        return choose(self.keys, decay)
 
     def states(self, what: str, facts: Facts) -> _core.EqualStates:
         """Returns the comparison of the averages' states on their ranks."""
@@ -391,13 +392,12 @@ class Averages:
         """Where the block raises, counters and options are what they were: this rank's state was good, another's was
         not.
         """
-        before, keys = self.engine.state(), self.keys
+        before = self.engine.state()
         try:
             yield
         except BaseException:
             if self.engine.state() != before:
                 self.engine.set_state(before)
-            self.keys = keys
             raise
 
     @cached_property

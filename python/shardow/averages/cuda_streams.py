@@ -19,10 +19,10 @@ class Streams:
     """Which stream of each device the engine works on: the one that was current when somebody last asked for the
     engine. The device waits where they differ, never the host."""
 
-    def __init__(self, weights: Iterable[torch.Tensor], averages: Iterable[torch.Tensor | None]) -> None:
-        """``averages``: allocations of devices'."""
+    def __init__(self, weights: Iterable[torch.Tensor], averages: Iterable[torch.Tensor]) -> None:
+        """``averages``: of each device all in one allocation."""
         devices = dict.fromkeys(map(storage.device_of, weights))
-        self._memory = {memory.device: memory for memory in averages if memory is not None and memory.is_cuda}
+        self._memory = {memory.device: memory for memory in averages if memory.is_cuda}
         self._last = {
             device: torch.cuda.current_stream(device).cuda_stream for device in devices if device.type == "cuda"
         }

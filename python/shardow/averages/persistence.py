@@ -14,7 +14,7 @@ import torch
 from shardow import _core, errors
 from shardow.averages import lineage
 from shardow.averages.core import Averages
-from shardow.averages.state_dict import Decay, OptionsFrom, renew_keys
+from shardow.averages.state_dict import Decay, OptionsFrom, warn_of_changes
 from shardow.base.checks import invalid, one_of, whole
 from shardow.base.progress import Progress
 from shardow.distributed.gather import Part
@@ -237,7 +237,7 @@ class Taking:
     def finish(self, what: str) -> None:
         """On every rank, when all have read."""
         averages = self._averages
-        renew_keys(averages, what, self.loading.changed)
+        warn_of_changes(averages, what, self.loading.changed)
         averages.go_on_from(lineage.taken(averages.engine, self._record, self._state, averages.keys))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,11 @@ from shardow.base.signals import Held, impatient
 from shardow.distributed.rank_group import RankGroup
 from shardow.distributed.transfers import begun, finish, until
 from shardow.model.local import LocalTensor
+
+Owners = Mapping[int, tuple[int, int]]  # by member of a replica group: elements [begin, end) of the local memory
+Piece = tuple[int, int, int]  # elements [begin, end) of the local memory of tensor number i: (i, begin, end)
+
+EXCHANGED = 32 << 20  # bytes that all members of a group send in one round
 
 
 @dataclass
@@ -102,29 +107,58 @@ class Exchange:
 
 def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
     """The same on every replica, since replicas hold the same tensors."""
-    by_groups: dict[Any, list[Tracked]] = {}
-    for one in sorted(tracked, key=lambda one: not one.stretched):
-        if one.local.replicas:
-            key = tuple(tuple(dist.get_process_group_ranks(group)) for group, _, _ in one.local.replicas)
-            kind = (one.local.tensor.dtype, one.local.tensor.device) if one.stretched else None
-            by_groups.setdefault((key, kind), []).append(one)
-    for alike in by_groups.values():
-        flats = [one.local.flat() for one in alike]
-        if alike[0].stretched:
-            group, index, size = alike[0].local.replicas[0]
-            for members in rounds(alike, size):
-                yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], [])
-            continue
-        kinds: dict[tuple[torch.dtype, torch.device], int] = {}
-        tensors = [
-            (one.local.region, flat.itemsize, kinds.setdefault((flat.dtype, flat.device), len(kinds)))
-            for one, flat in zip(alike, flats, strict=True)
-        ]
-        levels = alike[0].local.replicas
-        for level, members in _core.plan_exchange(tensors, [(index, size) for _, index, size in levels]):
-            group, index, _ = levels[level]
-            strided = [(alike[i].local, flats[i]) for i, _, _ in members[0] if not alike[i].local.is_in_order()]
-            yield _Step(group, index, [[flats[i][begin:end] for i, begin, end in owned] for owned in members], strided)
+    kinds: dict[Any, list[Tracked]] = {}
+    for row in tracked:
+        if row.local.replicas:
+            replicas = tuple(tuple(dist.get_process_group_ranks(group)) for group, _, _ in row.local.replicas)
+            kinds.setdefault((replicas, row.local.tensor.dtype, row.local.tensor.device), []).append(row)
+    for rows in kinds.values():
+        flats = [row.local.flat() for row in rows]
+        levels = rows[0].local.replicas
+        for level in reversed(range(len(levels))):
+            group, index, size = levels[level]
+            for members in rounds([_owners(row, level) for row in rows], size, flats[0].itemsize):
+                strided = {i for pieces in members for i, _, _ in pieces if not rows[i].local.is_in_order()}
+                views = [[flats[i][begin:end] for i, begin, end in pieces] for pieces in members]
+                yield _Step(group, index, views, [(rows[i].local, flats[i]) for i in sorted(strided)])
+
+
+def _owners(row: Tracked, level: int) -> Owners:
+    """Who owns what of a tensor among the replicas of a level, which divide what the levels before left to them."""
+    if row.stretched:
+        return row.owners
+    *outer, (_, _, size) = row.local.replicas[: level + 1]
+    region, begin = _core.owned(row.local.region, [(index, count) for _, index, count in outer])
+    owners = {}
+    for member in range(size):
+        end = begin + region.part(member, size).size
+        owners[member], begin = (begin, end), end
+    return owners
+
+
+def rounds(tensors: Sequence[Owners], members: int, itemsize: int) -> Iterator[list[list[Piece]]]:
+    """Yields what each member of a replica group sends in each round, so that all have all of ``tensors``, of one
+    dtype; no list is empty. Small pieces share a round, whose latency is that of a hundred of them."""
+    queues: list[deque[Piece]] = [deque() for _ in range(members)]
+    for i, owners in enumerate(tensors):
+        for member, (begin, end) in owners.items():
+            if begin < end:
+                queues[member].append((i, begin, end))
+    each = max(EXCHANGED // itemsize // members, 1)
+    while any(queues):
+        yield [_taken(queue, each) for queue in queues]
+
+
+def _taken(queue: deque[Piece], room: int) -> list[Piece]:
+    taken: list[Piece] = []
+    while queue and room:
+        i, begin, end = queue.popleft()
+        stop = min(end, begin + room)
+        taken.append((i, begin, stop))
+        room -= stop - begin
+        if stop < end:
+            queue.appendleft((i, stop, end))
+    return taken or [(0, 0, 0)]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,10 +166,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ---- stretches of masters
-
-Piece = tuple[int, int, int]  # elements [begin, end) of the local memory of tensor number i: (i, begin, end)
-
-EXCHANGED = 32 << 20  # bytes that all members of a group send in one round, as the engine's plan has it
 
 
 def share_out(what: str, tracked: Sequence[Tracked], ranks: RankGroup) -> None:
@@ -188,28 +218,3 @@ def _check_whole(row: Tracked) -> None:
     had = ", ".join(f"[{begin}, {end})" for begin, end in sorted(row.owners.values())[:8]) or "none"
     size = row.local.region.size
     raise invalid(f"source= of '{row.name}': ranks have {had} of its {size} elements; each is in one stretch")
-
-
-def rounds(tracked: Sequence[Tracked], members: int) -> Iterator[list[list[Piece]]]:
-    """Yields what each member of a replica group sends in each round, so that all have all of ``tracked``, of one
-    dtype; no list is empty.
-    """
-    queues: list[deque[Piece]] = [deque() for _ in range(members)]
-    for i, row in enumerate(tracked):
-        for member, (begin, end) in row.owners.items():
-            queues[member].append((i, begin, end))
-    each = max(EXCHANGED // tracked[0].local.tensor.itemsize // members, 1)
-    while any(queues):
-        yield [_taken(queue, each) for queue in queues]
-
-
-def _taken(queue: deque[Piece], room: int) -> list[Piece]:
-    taken: list[Piece] = []
-    while queue and room:
-        i, begin, end = queue.popleft()
-        stop = min(end, begin + room)
-        taken.append((i, begin, stop))
-        room -= stop - begin
-        if stop < end:
-            queue.appendleft((i, stop, end))
-    return taken or [(0, 0, 0)]

@@ -140,10 +140,9 @@ def _owned(one: Tracked, ranks: RankGroup) -> bool:
     """False for what another rank counts: copies on all replicas but the first, and whole tensors that every rank
     holds.
     """
-    divided = one.stretched or one.region.size < one.local.region.size or not one.local.replicas
-    if divided:
-        return one.local.replicas != () or one.local.sharded or ranks.rank == 0
-    return all(index == 0 for _, index, _ in one.local.replicas) or one.begin > 0
+    divided = one.stretched or one.region.size < one.local.region.size
+    copied = not divided and any(index > 0 for _, index, _ in one.local.replicas)
+    return one.local.counts_on(ranks.rank) and not copied
 
 
 def refuse_unlike(tracked: Sequence[Tracked], target: ModelView) -> None:

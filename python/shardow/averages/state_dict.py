@@ -44,7 +44,7 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         lineage.check(lineage.record_in(text), len(keys), "the state")
         changed = averages.engine.differences(text) if options == "file" else []
         averages.engine.set_state(text, getattr(_core.OptionsFrom, options))
-        renew_keys(averages, "load_state_dict()", changed)
+        warn_of_changes(averages, "load_state_dict()", changed)
         facts = {"strict": bool(strict), "options": str(options)}
         return Step(checked, [equal_facts("load_state_dict()", facts, averages.ranks)])
 
@@ -63,11 +63,8 @@ def saved_keys(averages: Averages, saved: list[str], options: OptionsFrom, where
     return _core.taken_as(saved, averages.keys, getattr(_core.OptionsFrom, options), where)
 
 
-def renew_keys(averages: Averages, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
-    """Names the averages by the engine's schedules, after it has taken a state. Warns on rank 0 of ``changed``: (name,
-    saved value, value before) of each option that is another one now.
-    """
-    averages.keys = _core.decay_keys(averages.engine.schedules)
+def warn_of_changes(averages: Averages, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
+    """Warns on rank 0 of ``changed``: (name, saved value, value before) of each option that is another one now."""
     if changed and averages.ranks.rank == 0:
         differences = "; ".join(
             f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
@@ -84,27 +81,25 @@ def _option_text(name: str, text: str) -> str:
 def gather(averages: Averages, decay: Decay | None, complete: bool) -> dict[str, torch.Tensor]:
     """See EMA.full_state_dict()."""
     what = "full_state_dict()"
-    facts = averages.asked(decay, complete=bool(complete))
-    averages.ranks.step(what, lambda: averages.handing_out(what, averages.others if complete else None, facts))
+
+    def prepare() -> Step[dict[str, torch.Tensor]]:
+        asked = averages.asked(decay, complete=bool(complete))
+        compared = averages.handing_out(what, averages.others if complete else None, asked).compared
+        return Step(_without_elements(averages) if complete else {}, compared)
+
+    odd = averages.ranks.step(what, prepare)
     k = choose(averages.keys, decay)
     if not complete:
         return Gatherer(what, averages.parts(k), averages.ranks).whole({})
-    odd = _without_elements(averages, what)
-    extra = extra_states(averages.view.model) if averages.ranks.rank == 0 else {}
     held = averages.held(k, complete=True)
-    return {**Gatherer(what, held.parts, averages.ranks).whole(held.names), **odd, **copy.deepcopy(extra)}
+    whole = Gatherer(what, held.parts, averages.ranks).whole(held.names)
+    return {**whole, **odd, **copy.deepcopy(extra_states(averages.view.model))} if averages.ranks.rank == 0 else {}
 
 
-def _without_elements(averages: Averages, what: str) -> dict[str, torch.Tensor]:
-    """Returns on rank 0 copies of what has no elements in memory (sparse, quantised). Collective.
-
-    Such tensors can't be put together from parts, and no file holds them.
-    """
-
-    def copies() -> dict[str, torch.Tensor]:
-        odd = [local for local in averages.others() if oddity(local.tensor)]
-        refuse_all_odd(local for local in odd if local.sharded and not local.replicas)
-        return {name: local.tensor.clone() for local in odd for name in (local.name, *local.aliases)}
-
-    odd = averages.ranks.agree(what, copies)
-    return odd if averages.ranks.rank == 0 else {}
+def _without_elements(averages: Averages) -> dict[str, torch.Tensor]:
+    """Returns on rank 0 copies of what has no elements in memory (sparse, quantised): such tensors can't be put
+    together from parts, and no file holds them. Raises where each rank has a part of one."""
+    odd = [local for local in averages.others() if oddity(local.tensor)]
+    refuse_all_odd(local for local in odd if local.sharded and not local.replicas)
+    first = averages.ranks.rank == 0
+    return {name: local.tensor.clone() for local in odd if first for name in (local.name, *local.aliases)}

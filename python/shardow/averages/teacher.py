@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from shardow.averages.options import DTYPES, Options
-from shardow.averages.tracked import Arena, Tracked
+from shardow.averages.tracked import Tracked
 from shardow.base.checks import first_of, invalid, one_of, unsupported
 from shardow.distributed.gather import Part
 from shardow.model.local import oddity
@@ -52,10 +52,8 @@ class _Wait:
         return _Wait, ()
 
 
-class Teacher(Arena):
+class Teacher:
     """Averages in a teacher's own memory. Names are those of the student."""
-
-    on_device = None  # the memory is whose the teacher is
 
     def __init__(self, teacher: Saveable, names: Names | None, begin: Begin) -> None:
         """``begin``: whose values the averages have first."""
@@ -85,7 +83,7 @@ class Teacher(Arena):
     def take(self, tracked: Sequence[Tracked], options: Options) -> None:
         """Makes the teacher's tensors the averages of ``tracked``; writes nothing. Raises where a tensor is missing, or
         is another part."""
-        if len(options.schedules) > 1 or (options.device is not None and any(row.arena is None for row in tracked)):
+        if len(options.schedules) > 1 or (options.device is not None and not all(row.averages for row in tracked)):
             raise invalid(f"{_CALL}: a teacher has one average, with its weights; leave device= and further decays out")
         if options.replicas == "split" and any(row.local.replicas for row in tracked):
             raise invalid(f"{_CALL}: every replica has the whole teacher, and averages it: replicas='copy'")
@@ -112,11 +110,9 @@ class Teacher(Arena):
             if (address := address_of(flat)) in own or address in _teachers:
                 whose = "the student's own" if address in own else "another EMA's average"
                 raise invalid(f"{_CALL}: '{row.name}' of the teacher is {whose}; {_LIKE}")
-        #: Has the average of each averaged tensor, 1-D.
-        self.tensors = [[parts[row.name].flat] for row in tracked]
         self._averaged = {row.name for row in tracked}
-        for place, row in enumerate(tracked):
-            row.arena, row.place = self, place
+        for row in tracked:
+            row.averages = [parts[row.name].flat]
             _teachers[address_of(row.averages[0])] = self
         _teachers.pop(0, None)  # of empty parts
 

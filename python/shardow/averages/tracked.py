@@ -28,27 +28,22 @@ if TYPE_CHECKING:
 _ALIGN = 64  # bytes; the engine's kernels like averages to start there
 
 
-class Arena:
-    """``count`` averages of ``regions``, each tensor at a multiple of 64 bytes, uninitialised."""
-
-    def __init__(self, regions: Sequence[_core.Region], dtype: torch.dtype, count: int, device: torch.device) -> None:
-        begins, total = [], 0
-        for region in regions:
-            begins.append(total)
-            total += -(-region.size * dtype.itemsize // _ALIGN) * _ALIGN
-        stride = _core.arena_stride(total, count) if device.type == "cpu" else total
-        self._memory = _memory((count - 1) * stride + total, device)
-        with _disable_current_modes():  # whatever modes are in force
-            #: Of each region its averages, 1-D.
-            self.tensors = [
-                [_slice(self._memory, k * stride + begin, region.size, dtype) for k in range(count)]
-                for region, begin in zip(regions, begins, strict=True)
-            ]
-
-    @property
-    def on_device(self) -> torch.Tensor | None:
-        """All of it, where it is a device's."""
-        return self._memory if isinstance(self._memory, torch.Tensor) else None
+def arena(
+    regions: Sequence[_core.Region], dtype: torch.dtype, count: int, device: torch.device
+) -> list[list[torch.Tensor]]:
+    """Returns ``count`` averages of each of ``regions``, 1-D and uninitialised, in one allocation; each tensor begins
+    at a multiple of 64 bytes."""
+    begins, total = [], 0
+    for region in regions:
+        begins.append(total)
+        total += -(-region.size * dtype.itemsize // _ALIGN) * _ALIGN
+    stride = _core.arena_stride(total, count) if device.type == "cpu" else total
+    memory = _memory((count - 1) * stride + total, device)
+    with _disable_current_modes():  # whatever modes are in force
+        return [
+            [_slice(memory, k * stride + begin, region.size, dtype) for k in range(count)]
+            for region, begin in zip(regions, begins, strict=True)
+        ]
 
 
 def _memory(size: int, device: torch.device) -> torch.Tensor | mmap.mmap:
@@ -105,8 +100,8 @@ class Stretch(NamedTuple):
 @dataclass(slots=True)
 class Tracked:
     """One averaged tensor on this rank. ``local`` is the model's; ``region`` the part of local.region that this rank
-    averages (all of it unless replicas split the work), which begins at element ``begin`` of the local memory. Its
-    averages are number ``place`` of ``arena``."""
+    averages (all of it unless replicas split the work), which begins at element ``begin`` of the local memory.
+    ``averages``: of each decay, region.size elements, 1-D."""
 
     local: LocalTensor
     region: _core.Region
@@ -115,8 +110,7 @@ class Tracked:
     stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
     # By replica, (begin, end) in local memory of a stretched tensor.
     owners: dict[int, tuple[int, int]] = field(default_factory=dict)
-    arena: Arena | None = None
-    place: int = 0
+    averages: list[torch.Tensor] = field(default_factory=list)
     is_offloaded: bool = False  # the averages are on the host, their weights on a device that the engine knows
     is_copied: bool = False  # the averages are on the host, their weights on another device
     by_torch: bool = False  # PyTorch's operations update it
@@ -139,11 +133,6 @@ class Tracked:
     def source(self) -> torch.Tensor:
         """What is averaged, all of the local region."""
         return self.local.tensor if self._master is None else self._master
-
-    @property
-    def averages(self) -> list[torch.Tensor]:
-        """Of each decay, region.size elements, 1-D."""
-        return [] if self.arena is None else self.arena.tensors[self.place]
 
     @property
     def is_whole(self) -> bool:
@@ -181,16 +170,10 @@ class Tracked:
         return self._part(self.local.tensor.view(-1)) if self.stage is None else self.stage
 
     def sources(self) -> torch.Tensor:
-        """The same part of what is averaged."""
-        return self.memory().view(-1)
-
-    def memory(self) -> torch.Tensor:
-        """sources() in whatever shape: where the engine reads."""
-        if self.stretched:
-            return self.source
+        """The same part of what is averaged: where the engine reads."""
         if self.stage is not None and not self.mastered:
             return self.stage
-        return self.source if self.region.size == self.source.numel() else self._part(self.source.view(-1))
+        return self.source if self.stretched else self._part(self.source.view(-1))
 
     def view(self, tensor: torch.Tensor) -> _core.TensorView:
         """The engine's description of this rank's part in ``tensor``, contiguous torch memory."""
@@ -211,12 +194,7 @@ def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
     """
     if replicas != "split" or not local.replicas:
         return local.region, 0
-    return _core.owned(local.region, places(local))
-
-
-def places(local: LocalTensor) -> list[tuple[int, int]]:
-    """(index, size) of this rank's place in each replica group of ``local``."""
-    return [(index, count) for _, index, count in local.replicas]
+    return _core.owned(local.region, [(index, count) for _, index, count in local.replicas])
 
 
 Give = Callable[[list[Tracked], Options], None]
@@ -238,9 +216,9 @@ def track(
         homes = [_home(row, options) for row in tracked]
         for device in dict.fromkeys(homes):
             rows = [row for row, home in zip(tracked, homes, strict=True) if home == device]
-            arena = Arena([row.region for row in rows], options.dtype, len(options.schedules), device)
-            for number, row in enumerate(rows):
-                row.arena, row.place = arena, number
+            averages = arena([row.region for row in rows], options.dtype, len(options.schedules), device)
+            for row, own in zip(rows, averages, strict=True):
+                row.averages = own
     _leave_to_torch(tracked, options)
     return tracked
 

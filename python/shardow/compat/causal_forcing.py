@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from shardow import Schedule, _core, errors
+from shardow import Schedule, errors
 from shardow.averages import copies
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
@@ -77,11 +77,9 @@ class EMA_FSDP:
 
     @decay.setter
     def decay(self, decay: float | Schedule) -> None:
-        schedules = as_schedules(decay)
         state = json.loads(self._averages.engine.state())
-        state["schedules"] = [json.loads(schedule.to_json()) for schedule in schedules]
+        state["schedules"] = [json.loads(schedule.to_json()) for schedule in as_schedules(decay)]
         self._averages.engine.set_state(json.dumps(state))
-        self._averages.keys = _core.decay_keys(schedules)
 
     @property
     def shadow(self) -> dict[str, torch.Tensor]:

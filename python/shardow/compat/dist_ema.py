@@ -144,7 +144,7 @@ class DistEMA:
         self._pair()
 
     def _found(self, model: nn.Module) -> ModelView:
-        return find(model, group=self._group, strided=True)
+        return find(model, group=self._group)
 
     def _pair(self) -> None:
         here = {one.name: one for one in self._view.parameters}

@@ -70,7 +70,7 @@ class _Parts:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._dtensors, self._fsdp1 = DTensorAdapter(model, "any"), Fsdp1Adapter(model)
+        self._dtensors, self._fsdp1 = DTensorAdapter(model), Fsdp1Adapter(model)
 
         self.reset = self._dtensors.reset  # after a forward that failed
 

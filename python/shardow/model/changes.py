@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardow.base.checks import invalid, warn
-from shardow.model.local import Adapter, HiddenTensor, LocalTensor, oddity
+from shardow.model.local import HiddenTensor, LocalTensor, oddity
 from shardow.model.slots import Slot, slots
 
 WAY_OUT = (
@@ -29,12 +29,14 @@ class Found(Slot):
     memory, and ``local`` bears that slot's name."""
 
     local: LocalTensor
-    adapter: Adapter
     tied: bool
 
     def memory(self, now: torch.Tensor | None = None) -> torch.Tensor:
         """The plain local tensor as it is now; ``now``: with that one in the slot."""
-        return self.adapter.memory(self if now is None else replace(self, recorded=now))
+        tensor = self.recorded if now is None else now
+        # to_local() makes a new view, with a grad_fn, each time.
+        memory: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+        return memory
 
 
 def change(

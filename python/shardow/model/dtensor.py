@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardow import _core
 from shardow.base.checks import unsupported, warn
-from shardow.model.local import Form, LocalTensor, Replicas, memory_of
-from shardow.model.names import modules_of
+from shardow.model.local import Adapter, LocalTensor, Replicas
 from shardow.model.slots import Slot
 
 
@@ -80,13 +79,12 @@ def empty_like(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dt
     return made
 
 
-class DTensorAdapter:
+class DTensorAdapter(Adapter):
     """``modules``: FSDP2's, of which each may show unsharded copies."""
 
-    def __init__(self, model: nn.Module, form: Form) -> None:
-        self._form: Form = form
+    def __init__(self, model: nn.Module) -> None:
         self.modules: list[Any] = [
-            module for module in modules_of(model) if isinstance(module, FSDPModule)
+            module for module in model.modules() if isinstance(module, FSDPModule)
         ] + _modules_around(model)
 
     def claims(self, slot: Slot) -> bool:
@@ -94,14 +92,8 @@ class DTensorAdapter:
 
     def local(self, slot: Slot) -> LocalTensor:
         tensor: Any = slot.recorded
-        return LocalTensor(
-            slot.name, self.memory(slot), region_of(slot.name, tensor), tensor.requires_grad, replicas_of(tensor), True
-        )
-
-    def memory(self, slot: Slot) -> torch.Tensor:
-        tensor: Any = slot.recorded
-        # to_local() makes a new view, with a grad_fn, each time.
-        return memory_of(slot.name, tensor._local_tensor, self._form)
+        region, memory = region_of(slot.name, tensor), tensor._local_tensor.detach()
+        return LocalTensor(slot.name, memory, region, tensor.requires_grad, replicas_of(tensor), True)
 
     def reshard(self) -> None:
         for module in self.modules:  # not recursive: the root alone is not enough
@@ -140,7 +132,7 @@ def fsdp_modules() -> list[Any]:
 
 def _modules_around(model: nn.Module) -> list[Any]:
     """Returns the FSDP modules that ``model``, or something in it, is a part of."""
-    inside = set(map(id, modules_of(model)))
+    inside = set(map(id, model.modules()))
     outside = [module for module in fsdp_modules() if id(module) not in inside]
     return [module for module in outside if any(id(one) in inside for one in module.modules())]
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.local import HiddenAdapter, HiddenTensor, Replicas, replicas_in
-from shardow.model.names import join, modules_of, walk
+from shardow.model.local import Adapter, HiddenTensor, Replicas, replicas_in
+from shardow.model.names import join, walk
 from shardow.model.slots import slots
 
 _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
@@ -101,17 +101,17 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
         )
 
 
-class Fsdp1Adapter(HiddenAdapter):
-    _locals: list[FlatTensor]
+class Fsdp1Adapter(Adapter):
+    hidden: list[FlatTensor]
 
     def __init__(self, model: nn.Module) -> None:
         inside: list[Any] = [
-            one for one in modules_of(model) if isinstance(one, FullyShardedDataParallel) and one._handle is not None
+            one for one in model.modules() if isinstance(one, FullyShardedDataParallel) and one._handle is not None
         ]
         owned = {key for module in inside for key in _owners(module._handle.flat_param)}
         self._wrappers = inside + _wrappers_around(model, owned, _parameters_of(inside))
         names = _names_of_modules(model) if self._wrappers else {}
-        self._locals = [local for module in self._wrappers for local in _flat_tensors(module, names)]
+        self.hidden = [local for module in self._wrappers for local in _flat_tensors(module, names)]
         self._owned = _parameters_of(self._wrappers)
 
     def groups(self) -> list[dist.ProcessGroup]:
@@ -133,7 +133,7 @@ class Fsdp1Adapter(HiddenAdapter):
         """Returns those that have this rank's part in the shard."""
         return [
             one.shown
-            for one in self._locals
+            for one in self.hidden
             if one.shown is not one.handle.flat_param and type(one.shown) is nn.Parameter
         ]
 
@@ -149,7 +149,7 @@ class Fsdp1Adapter(HiddenAdapter):
 
     def _name(self, handle: Any, index: int) -> str:
         fqn: str = handle.flat_param._fqns[index]
-        return next((one.name for one in self._locals if one.handle is handle and one.index == index), fqn)
+        return next((one.name for one in self.hidden if one.handle is handle and one.index == index), fqn)
 
 
 def _wrappers_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any]:

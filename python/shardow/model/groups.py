@@ -15,14 +15,13 @@ from shardow.base.checks import instance, invalid
 from shardow.model import zero3
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
-from shardow.model.names import modules_of
 from shardow.model.slots import slots
 
 
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
     # Unsharded copies, which a forward without backward leaves in place, have no mesh.
-    DTensorAdapter(model, form="any").reshard()
+    DTensorAdapter(model).reshard()
     return group_of_tensors(model, [slot.recorded for slot in slots(model)], given, Fsdp1Adapter(model))
 
 
@@ -31,7 +30,7 @@ def group_of_tensors(
 ) -> dist.ProcessGroup | None:
     """The same of a model whose tensors are known."""
     groups = fsdp1.groups() + [
-        module.process_group for module in modules_of(model) if isinstance(module, DistributedDataParallel)
+        module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)
     ]
     return choose_group([*groups, *zero3.groups_of(tensors)], meshes_of(tensors), given, fsdp1.spans_world())
 

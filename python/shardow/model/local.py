@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ def replicas_in(group: dist.ProcessGroup | None) -> Replicas:
 
 @dataclass(eq=False, slots=True)
 class LocalTensor:
-    """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; find()
-    says which may be strided or odd. Other names of the same tensor are ``aliases``. ``sharded`` is False for a tensor
-    that every rank holds whole without any group saying so: a plain parameter beside sharded ones."""
+    """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; it may
+    be strided, and where find() says so odd. Other names of the same tensor are ``aliases``. ``sharded`` is False for a
+    tensor that every rank holds whole without any group saying so: a plain parameter beside sharded ones."""
 
     name: str
     tensor: torch.Tensor
@@ -72,34 +72,26 @@ class HiddenTensor(LocalTensor):
         raise NotImplementedError
 
 
-class Adapter(Protocol):
-    """One way to hold parameters. A protocol, so that a new sharding is one class beside the others, and nothing else
-    asks what kind a model is. A model may mix kinds: every slot belongs to the first adapter that claims it."""
+class Adapter:
+    """One way to hold parameters; as it stands here, one whose wrapper keeps weights where no slot shows them. A class,
+    so that a new sharding is one beside the others, and nothing else asks what kind a model is. A model may mix kinds:
+    every slot belongs to the first adapter that claims it. ``hidden``: the local tensors that no slot shows;
+    ``_owned``: ids of the parameters that are shown instead."""
+
+    hidden: Sequence[HiddenTensor] = ()
+    _owned: Set[int] = frozenset()
 
     def claims(self, slot: Slot) -> bool:
         """True if this adapter knows what the slot's tensor is."""
+        return id(slot.recorded) in self._owned
 
     def local(self, slot: Slot) -> LocalTensor | None:
-        """The local tensor in a claimed slot; None if it is found elsewhere: a HiddenTensor."""
-
-    def memory(self, slot: Slot) -> torch.Tensor:
-        """The plain local tensor in a claimed slot as it is now."""
-
-
-class HiddenAdapter:
-    """Base of adapters whose wrapper keeps weights where no slot shows them. ``_owned``: ids of the parameters that it
-    shows instead; ``_locals``: the local tensors that no slot shows.
-    """
-
-    _owned: set[int]
-    _locals: Sequence[HiddenTensor]
-
-    def others(self) -> Sequence[HiddenTensor]:
-        return self._locals
+        """The local tensor in a claimed slot; None where it is hidden."""
+        return None
 
     def shards(self) -> Iterable[torch.Tensor]:
-        """Returns tensors whose addresses show whether anything moved."""
-        raise NotImplementedError
+        """Returns tensors whose addresses show whether anything hidden moved."""
+        return ()
 
     def shown(self) -> Sequence[torch.Tensor]:
         """Returns the original parameters whose addresses show whether they were put elsewhere."""
@@ -113,35 +105,10 @@ class HiddenAdapter:
         """Frees every unsharded copy of the weights, whose next use would show old values. Local."""
 
     def written(self) -> None:
-        """Tells autograd that weights were written, and frees copies of the old ones. Local."""
+        """Tells autograd that hidden weights were written, and frees copies of the old ones. Local."""
 
     def refuse_written(self) -> None:
         """Raises where a copy was written, which has not reached the weights yet. Local."""
-
-    def claims(self, slot: Slot) -> bool:
-        return id(slot.recorded) in self._owned
-
-    def local(self, slot: Slot) -> None:
-        return None
-
-    def memory(self, slot: Slot) -> torch.Tensor:
-        raise AssertionError(f"'{slot.name}' shows no memory; its HiddenTensor has it")
-
-
-Form = Literal["contiguous", "strided", "any"]
-
-
-def memory_of(name: str, tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """``tensor``, detached. "contiguous": raises where its elements don't lie one after another; "strided": where it
-    has no such memory at all. ``name`` is for messages."""
-    tensor = tensor.detach()
-    if form == "any":
-        return tensor
-    refuse_odd(name, tensor)
-    if form == "contiguous" and not tensor.is_contiguous():
-        way_out = "make it so first: p.data = p.data.contiguous() for such a parameter p"
-        raise unsupported(f"'{name}' is not contiguous (strides {tensor.stride()}); {way_out}")
-    return tensor
 
 
 def oddity(tensor: torch.Tensor) -> str | None:

@@ -74,21 +74,6 @@ def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
             yield from walk(child, prefix if name == wrapped else join(prefix, name))
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """model.modules(), each once, in that order; without the names that it makes for each."""
-    found = {id(model): model}
-    _add_modules(found, model._modules.values())
-    return [*found.values()]
-
-
-def _add_modules(found: dict[int, nn.Module], children: Iterable[nn.Module | None]) -> None:
-    for child in children:
-        if child is not None and id(child) not in found:
-            found[id(child)] = child
-            if child._modules:
-                _add_modules(found, child._modules.values())
-
-
 def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 

@@ -54,7 +54,7 @@ def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
                 p is after and not isinstance(p, DTensor)
                 for p, after in zip(shown.values(), _shown(module).values(), strict=True)
             ):
-                DTensorAdapter(module, form="any").reset()  # after a forward that raised, reshard() did nothing
+                DTensorAdapter(module).reset()  # after a forward that raised, reshard() did nothing
     return {
         id(p): after
         for module, shown in modules

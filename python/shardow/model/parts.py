@@ -86,7 +86,7 @@ def values_in_file(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) -> Held:
-    view = find(model, group=group, strided=True)
+    view = find(model, group=group)
     view.reshard()
     view.refuse_written()
     rank = 0 if view.process_group is None else dist.get_rank(view.process_group)

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _core
-from shardow.model.local import Form, LocalTensor, Replicas, memory_of, replicas_in
-from shardow.model.names import modules_of
+from shardow.model.local import Adapter, LocalTensor, Replicas, replicas_in
 from shardow.model.slots import Slot
 
 
-class PlainAdapter:
+class PlainAdapter(Adapter):
     """Claims everything that is left. ``group``: ranks that hold replicas of whatever no DDP module in the tree has.
     Only parameters are replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own:
     dividing them, or handing out another's, would mix ranks."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
-        self._form: Form = form
-        self._regions: dict[torch.Size | None, _core.Region] = {}  # of one shape: made once
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._replicas: dict[int, Replicas] = {}
         if group is not None:
             self._replicas = dict.fromkeys(map(id, model.parameters()), replicas_in(group))
-        for module in modules_of(model):
+        for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 kept_equal = (
                     p for name, p in module.module.named_parameters() if name not in module.parameters_to_ignore
@@ -36,9 +32,5 @@ class PlainAdapter:
 
     def local(self, slot: Slot) -> LocalTensor:
         tensor, replicas = slot.recorded, self._replicas.get(id(slot.recorded), ())
-        shape = None if tensor.is_nested else tensor.shape
-        region = self._regions.get(shape) or self._regions.setdefault(shape, _core.Region.whole(list(shape or ())))
-        return LocalTensor(slot.name, self.memory(slot), region, tensor.requires_grad, replicas, bool(replicas))
-
-    def memory(self, slot: Slot) -> torch.Tensor:
-        return memory_of(slot.name, slot.recorded, self._form)
+        region = _core.Region.whole([] if tensor.is_nested else list(tensor.shape))
+        return LocalTensor(slot.name, tensor.detach(), region, tensor.requires_grad, replicas, bool(replicas))

@@ -16,8 +16,8 @@ from shardow.model.changes import WAY_OUT, Found, change
 from shardow.model.dtensor import DTensorAdapter
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
-from shardow.model.local import Adapter, Form, HiddenAdapter, LocalTensor, oddity
-from shardow.model.names import modules_of, refuse_scripted, walk
+from shardow.model.local import Adapter, LocalTensor, oddity, refuse_all_odd
+from shardow.model.names import refuse_scripted, walk
 from shardow.model.plain import PlainAdapter
 from shardow.model.slots import Slot, refuse_valueless, slots, slots_of
 from shardow.model.storage import MARKS, address_of, overlaps
@@ -29,9 +29,9 @@ class ModelView:
     named_parameters() order. ``process_group``: the ranks that share the model; None: this process alone.
     ``watch_buffers``: unchanged() looks at buffers too, for those who hold on to their memory."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, form: Form) -> None:
-        self.model, self._form = model, form
-        self._dtensors = DTensorAdapter(model, form)
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self.model = model
+        self._dtensors = DTensorAdapter(model)
         self._show_shards()
         modules = [*walk(model)]
         refuse_scripted(modules)
@@ -39,13 +39,11 @@ class ModelView:
         refuse_valueless(places)
         parameters = [slot for slot in places if slot.kind == "parameter"]
         self._fsdp1, zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
-        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, zero3, PlainAdapter(model, group, form))
-        #: Those that have something of this model: the others are not asked again.
-        self._hiding: list[HiddenAdapter] = [adapter for adapter in (self._fsdp1, zero3) if adapter.others()]
-        self._gathering: list[DTensorAdapter | HiddenAdapter] = [*self._hiding]
-        if self._dtensors.modules:
-            self._gathering.insert(0, self._dtensors)
-        self._hidden = [local for adapter in self._hiding for local in adapter.others()]
+        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, zero3, PlainAdapter(model, group))
+        #: Those that hide something of this model: the others are not asked again.
+        self._hiding = [adapter for adapter in self._adapters if adapter.hidden]
+        self._gathering = [*self._hiding, *([self._dtensors] if self._dtensors.modules else [])]
+        self._hidden = [local for adapter in self._hiding for local in adapter.hidden]
         self.watch_buffers = False
         self._followed_buffers: _core.Watch | None = None  # as they were when they were followed last
         self._found = self._collect(parameters)
@@ -77,8 +75,7 @@ class ModelView:
             if local is not None:
                 known[id(slot.recorded)] = local
                 _add_alias(local, slot.name)
-                place = (slot.name, slot.key, slot.recorded, slot.kind, slot.module)
-                found.append(Found(*place, local=local, adapter=adapter, tied=tied))
+                found.append(Found(slot.name, slot.key, slot.recorded, slot.kind, slot.module, local=local, tied=tied))
         return found
 
     def _tie_by_memory(self) -> None:
@@ -162,7 +159,7 @@ class ModelView:
 
     def as_it_is_now(self) -> list[LocalTensor]:
         """Parameters and buffers found anew, whatever has become of the model; this view stays as it is."""
-        now = ModelView(self.model, self.process_group, self._form)
+        now = ModelView(self.model, self.process_group)
         return [*now.parameters, *now.buffers]
 
     def versions(self) -> dict[str, int]:
@@ -219,7 +216,7 @@ class ModelView:
         self._buffers_in_place: _core.Watch | None = None  # as they were when they were compared last
 
     def _watch_of(self, keys: list[str], whole: list[torch.Tensor], sharded: list[torch.Tensor]) -> _core.Watch:
-        modules = [module.__dict__ for module in modules_of(self.model)]
+        modules = [module.__dict__ for module in self.model.modules()]
         return _core.Watch(modules, keys, whole, sharded, MARKS, _objects_behind)
 
     def _watch_buffers(self) -> _core.Watch:
@@ -244,7 +241,7 @@ class ModelView:
         parameter of.
         """
         known = {id(one.recorded): [one.local] for one in self._found}
-        for flat in self._fsdp1.others():
+        for flat in self._fsdp1.hidden:
             known.setdefault(id(flat.shown), []).append(flat)
         return known
 
@@ -272,30 +269,27 @@ class ModelView:
             adapter.refuse_written()
 
 
-def find(
-    model: nn.Module, group: dist.ProcessGroup | None = None, strided: bool = False, odd: bool = False
-) -> ModelView:
+def find(model: nn.Module, group: dist.ProcessGroup | None = None, odd: bool = False) -> ModelView:
     """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one
-    whose meshes do not tell their group. ``strided``: tensors whose elements don't lie one after another are found too,
-    else refused; ``odd``: also what has no elements in memory (sparse, nested, quantised, made of other tensors)."""
+    whose meshes do not tell their group. ``odd``: what has no elements in memory (sparse, nested, quantised, made of
+    other tensors) is found too, else refused."""
     instance("model", model, nn.Module)
     if group is not None:
         instance("group", group, dist.ProcessGroup)
     with _disable_current_modes():  # whatever somebody does with operations of his own meanwhile
-        return ModelView(model, group, "any" if odd else "strided" if strided else "contiguous")
+        view = ModelView(model, group)
+        if not odd:
+            refuse_all_odd([*view.parameters, *view.buffers])
+        return view
 
 
 def _in_model_order(
     found: list[LocalTensor], hidden: Sequence[LocalTensor], modules: list[tuple[str, nn.Module]]
 ) -> list[LocalTensor]:
-    """By module, as named_parameters() goes: the kind of sharding must not show in the order. ``found`` came in that of
-    ``modules``.
-    """
+    """By module, as named_parameters() goes: the kind of sharding must not show in the order."""
     order: dict[str, int] = {}
     for i, (name, _) in enumerate(modules):
         order.setdefault(name, i)
-    if not hidden and len(order) == len(modules):
-        return found
     return sorted([*found, *hidden], key=lambda local: order[local.name.rpartition(".")[0]])
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.local import HiddenAdapter, HiddenTensor
+from shardow.model.local import Adapter, HiddenTensor
 from shardow.model.slots import Slot, by_tensor
 
 
@@ -56,25 +56,25 @@ def groups_of(tensors: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
     return list({id(group): group for group in found}.values())
 
 
-class Zero3Adapter(HiddenAdapter):
-    _locals: list[Partition]
+class Zero3Adapter(Adapter):
+    hidden: list[Partition]
 
     def __init__(self, walked: Iterable[Slot]) -> None:
         found = (
             by_tensor(slot for slot in walked if is_partitioned(slot.recorded)) if "deepspeed" in sys.modules else {}
         )
-        self._locals = [_partition(places) for places in found.values()]
+        self.hidden = [_partition(places) for places in found.values()]
         self._owned = set(found)
 
     def shards(self) -> Iterator[torch.Tensor]:
-        return (one.shown.ds_tensor for one in self._locals)
+        return (one.shown.ds_tensor for one in self.hidden)
 
     def refuse_written(self) -> None:
-        for partition in self._locals:
+        for partition in self.hidden:
             partition.refuse_written()
 
     def written(self) -> None:
-        gathered = [one for one in self._locals if one.shown.ds_status.name != "NOT_AVAILABLE"]
+        gathered = [one for one in self.hidden if one.shown.ds_status.name != "NOT_AVAILABLE"]
         optimizers = {
             id(one): one for one in (getattr(one.shown, "_z3_optimizer", None) for one in gathered) if one is not None
         }

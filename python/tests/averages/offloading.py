@@ -77,7 +77,3 @@ def hold_updates_a_while() -> threading.Timer:
     timer = threading.Timer(0.1, hooks.hold_updates, [False])
     timer.start()
     return timer
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}

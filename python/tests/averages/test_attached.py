@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import equal
 from torch import nn
 
 import shardow
@@ -31,8 +32,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def same(a: shardow.EMA, b: shardow.EMA) -> bool:
-    first, second = a.full_state_dict(complete=False), b.full_state_dict(complete=False)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return equal(a.full_state_dict(complete=False), b.full_state_dict(complete=False))
 
 
 def test_accelerates_optimizer_attaches() -> None:

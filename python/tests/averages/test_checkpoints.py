@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from own_averages import averages_of
+from small import equal
 
 import shardow
 from shardow.distributed import gather
@@ -68,10 +69,8 @@ def load(kind: str, how: str, path: str) -> tuple[Full, Full, float]:
     return loaded, full_of(ema), steps
 
 
-def equal(a: Full, b: Full) -> bool:
-    return a.keys() == b.keys() and all(
-        a[k].keys() == b[k].keys() and all(torch.equal(a[k][n], b[k][n]) for n in a[k]) for k in a
-    )
+def same(a: Full, b: Full) -> bool:
+    return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
 
 
 PLACES = [("plain", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp1-flat", 4), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4)]
@@ -87,8 +86,8 @@ def test_saved_averages_load_anywhere_and_go_on_bit_identically(
     for other, size in [("fsdp2", 2), ("plain", 1), ("ddp", 3)]:
         loaded, resumed, steps = ranks.run(size, load, other, how, path)[0]
         assert steps == 5
-        assert equal(loaded, saved), (other, size)
-        assert equal(resumed, later), (other, size)
+        assert same(loaded, saved), (other, size)
+        assert same(resumed, later), (other, size)
 
 
 def save_while_training(kind: str, path: str) -> tuple[Full, Full]:
@@ -126,8 +125,8 @@ def test_dcp_saves_in_the_background_under_every_sharding(kind: str, world: int,
     first, second = ranks.run(world, save_while_training, kind, path)[0]
     other, size = ("tp+fsdp2", 2) if kind == "tp+fsdp2" else ("fsdp2", 2)
     blocking, default = ranks.run(size, load_as_a_dict, other, path)[0]
-    assert equal(blocking, second)
-    assert equal(default, first)
+    assert same(blocking, second)
+    assert same(default, first)
 
 
 def copy_across() -> list[bool]:
@@ -206,7 +205,7 @@ def pickled(kind: str) -> bool:
     step(model, ema, 2, seed=3)
     file.seek(0)
     ema.load_state_dict(torch.load(file, weights_only=False))
-    return equal(full_of(ema), saved) and copy.deepcopy(ema.state_dict()) is not None
+    return same(full_of(ema), saved) and copy.deepcopy(ema.state_dict()) is not None
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])

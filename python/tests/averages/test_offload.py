@@ -17,7 +17,8 @@ import torch
 import trainings
 from core_modules import FAKE_AND_HOOKS
 from fake_device import Device, on_device
-from offloading import Training, hold_updates_a_while, late, made, weights_of
+from offloading import Training, hold_updates_a_while, late, made
+from small import clone
 from torch import nn
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ READS: dict[str, Callable[[Training, int, Path], Any]] = {
     "export": lambda of, at, path: (of.emas[at].export(path / "c.safetensors"), (path / "c.safetensors").read_bytes())[
         1
     ],
-    "swap_in": lambda of, at, path: (of.emas[at].swap_in(), weights_of(of.models[at]), of.emas[at].swap_out())[1],
+    "swap_in": lambda of, at, path: (of.emas[at].swap_in(), clone(of.models[at]), of.emas[at].swap_out())[1],
     "copy_to": lambda of, at, path: copied(of.emas[at]),
     "load_state_dict": lambda of, at, path: list(of.emas[at].load_state_dict(of.emas[1 - at].state_dict())),
     "reset": lambda of, at, path: of.emas[at].reset(),
@@ -128,7 +129,7 @@ READS: dict[str, Callable[[Training, int, Path], Any]] = {
 def copied(ema: shardow.EMA) -> dict[str, torch.Tensor]:
     other = made()
     ema.copy_to(other)
-    return weights_of(other)
+    return clone(other)
 
 
 @pytest.mark.parametrize("name", READS)
@@ -143,7 +144,7 @@ def test_everything_that_reads_averages_reads_whole_ones(name: str, tmp_path: Pa
         for found, wanted in zip(answers[::2], answers[1::2], strict=True):
             trainings.same(found, wanted) if isinstance(found, dict) else None
             assert isinstance(found, dict) or found == wanted
-        trainings.same(weights_of(training.models[0]), weights_of(training.models[1]))
+        trainings.same(clone(training.models[0]), clone(training.models[1]))
         training.step(3)
         training.check()
 
@@ -212,9 +213,9 @@ def test_strided_weights_and_masters() -> None:
                     model.bias.copy_(master)
                 ema.update()
             with ema.swapped():
-                inside = weights_of(model)
+                inside = clone(model)
             found.append({**ema.full_state_dict(), **{f"swapped {name}": value for name, value in inside.items()}})
-            found[-1] |= {f"back {name}": value for name, value in weights_of(model).items()}
+            found[-1] |= {f"back {name}": value for name, value in clone(model).items()}
         trainings.same(*found)
 
 
@@ -234,11 +235,11 @@ def test_a_swap_is_exact_both_ways_for_every_dtype_and_takes_no_second_copy() ->
                     for p in model.parameters():
                         p.mul_(1.3)
                 ema.update()
-            before, ring = weights_of(models[0]), device.fake.allocated()
+            before, ring = clone(models[0]), device.fake.allocated()
             with emas[0].swapped(), emas[1].swapped():
-                trainings.same(weights_of(models[0]), weights_of(models[1]))
+                trainings.same(clone(models[0]), clone(models[1]))
                 assert device.fake.allocated() == ring
-            trainings.same(weights_of(models[0]), before)
+            trainings.same(clone(models[0]), before)
             trainings.same(*(ema.full_state_dict() for ema in emas))
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 import trainings
 from fake_device import Device, on_device
-from offloading import Training, made, weights_of
+from offloading import Training, made
 from own_averages import averages_of
+from small import clone
 
 
 @on_device
@@ -73,7 +74,7 @@ def test_an_update_that_stops_halfway_is_refused_to_readers_until_it_is_whole() 
         training.emas[0].stats()
         device.fake.fail_copy(10, -1)
         training.step(2)
-        weights = weights_of(training.models[0])
+        weights = clone(training.models[0])
         for call in (
             training.emas[0].state_dict,
             training.emas[0].stats,
@@ -85,7 +86,7 @@ def test_an_update_that_stops_halfway_is_refused_to_readers_until_it_is_whole() 
                 match=r"the update of step 2 stopped after \d of \d blocks: the others did not reach the host",
             ):
                 call()
-            trainings.same(weights_of(training.models[0]), weights)  # no step, no swap
+            trainings.same(clone(training.models[0]), weights)  # no step, no swap
         device.fake.fail_copy(0, 0)
         training.check()
         training.step(3)
@@ -105,7 +106,7 @@ def _fails_at(number: int) -> bool:
         training = Training(device)
         training.step(1)
         training.emas[0].stats()
-        weights, averages = weights_of(training.models[0]), training.averages(0)
+        weights, averages = clone(training.models[0]), training.averages(0)
         device.fake.fail_copy(number)
         with contextlib.suppress(Exception):
             training.emas[0].swap_in()
@@ -113,7 +114,7 @@ def _fails_at(number: int) -> bool:
         failed = not averages_of(training.emas[0]).engine.swapped
         if not failed:
             training.emas[0].swap_out()
-        trainings.same(weights_of(training.models[0]), weights)
+        trainings.same(clone(training.models[0]), weights)
         trainings.same(training.averages(0), averages)
         return failed
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import equal
 from torch import nn
 
 import shardow
@@ -40,9 +41,7 @@ def averages(ema: shardow.EMA) -> list[dict[str, torch.Tensor]]:
 
 
 def same(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> bool:
-    return len(a) == len(b) and all(
-        x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in zip(a, b, strict=True)
-    )
+    return len(a) == len(b) and all(map(equal, a, b))
 
 
 def through(how: str, source: shardow.EMA, target: shardow.EMA, path: Path, **options: Any) -> Any:

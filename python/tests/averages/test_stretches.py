@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from own_averages import averages_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import shardow
 from shardow.averages import replicas
@@ -73,18 +76,19 @@ def expected(steps: int) -> dict[str, torch.Tensor]:
 
 
 def run(of: str, path: str, exchanged: int) -> tuple[dict[str, torch.Tensor], list[bool], float, int]:
-    replicas.EXCHANGED = exchanged
-    model, own, ema = build(of)
-    for number in (1, 2, 3):
-        step(model, own, number)
-        ema.update()
-    before = [p.clone() for p in model.parameters()]
-    with ema.swapped():
-        inside = {name: p.detach().clone() for name, p in model.named_parameters()}
-    same = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
-    same += [torch.equal(inside[name], value.bfloat16()) for name, value in expected(3).items()]
-    ema.save(path)
-    return ema.full_state_dict(complete=False), same, ema.distance(), int(ema.stats()["elements"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "EXCHANGED", exchanged)
+        model, own, ema = build(of)
+        for number in (1, 2, 3):
+            step(model, own, number)
+            ema.update()
+        before = [p.clone() for p in model.parameters()]
+        with ema.swapped():
+            inside = {name: p.detach().clone() for name, p in model.named_parameters()}
+        same = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+        same += [torch.equal(inside[name], value.bfloat16()) for name, value in expected(3).items()]
+        ema.save(path)
+        return ema.full_state_dict(complete=False), same, ema.distance(), int(ema.stats()["elements"])
 
 
 def load(path: str) -> dict[str, torch.Tensor]:
@@ -193,3 +197,41 @@ def test_masters_that_an_optimizer_has_put_elsewhere_are_found_by_every_call() -
     ema.reset()
     assert ema.full_state_dict(complete=False)["weight"].tolist() == [[6.0, 6.0]]
     assert kept.tolist() == [[0.0, 0.0]]
+
+
+def test_rounds_send_each_element_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "EXCHANGED", 240)  # bytes: 20 elements of each of 3 members
+    draw = random.Random(0)
+    tensors, wanted = [], []
+    for i in range(50):
+        ends = sorted(draw.randrange(0, draw.choice((3, 90))) for _ in range(4))
+        tensors.append({member: (ends[member], ends[member + 1]) for member in range(3)})
+        wanted += [(member, i, at) for member, (begin, end) in tensors[-1].items() for at in range(begin, end)]
+    sent, rounds = [], [*replicas.rounds(tensors, 3, 4)]
+    for members in rounds:
+        for member, pieces in enumerate(members):
+            assert pieces
+            assert sum(end - begin for _, begin, end in pieces) <= 20
+            sent += [(member, i, at) for i, begin, end in pieces for at in range(begin, end)]
+    assert sorted(sent) == sorted(wanted)
+    most = max(sum(member == which for member, _, _ in wanted) for which in range(3))
+    assert len(rounds) == -(-most // 20)
+
+
+def replicated_twice() -> list[bool]:
+    """A weight on a mesh of two dimensions, which both replicate; the parts of replicas nest."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(45.0).view(9, 5)
+    weight = distribute_tensor(full.clone(), mesh, [Replicate(), Replicate()])
+    model = nn.ParameterDict({"w": nn.Parameter(weight)})
+    ema = shardow.EMA(model, 0.5)
+    weight = model["w"]._local_tensor
+    weight += 2
+    ema.update()
+    with ema.swapped():
+        inside = torch.equal(weight, full + 1)
+    return [inside, torch.equal(weight, full + 2), int(ema.stats()["elements"]) < 45 // 2]
+
+
+def test_replicas_of_replicas_have_the_whole_average_in_a_swap() -> None:
+    assert ranks.run(4, replicated_twice) == [[True] * 3] * 4

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from own_averages import averages_of
+from small import equal
 from torch import nn
 
 import shardow
@@ -61,10 +62,6 @@ def trained(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Sequ
 
 def bits(tensors: Any) -> Weights:
     return {name: tensor.detach().clone().view(torch.uint8) for name, tensor in dict(tensors).items()}
-
-
-def same(a: Weights, b: Weights) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @contextmanager
@@ -125,9 +122,9 @@ def test_interrupted_before_any_line_it_is_undone_or_says_so_and_can_be_undone(
                 with pytest.raises(ValueError, match=r"restore\(\)"):
                     refused()
         ema.restore()
-        assert same(bits(model.named_parameters()), weights), at
-        assert same(bits(ema.full_state_dict(complete=False)), averages), at
-        assert not inside or not same(inside[0], weights)
+        assert equal(bits(model.named_parameters()), weights), at
+        assert equal(bits(ema.full_state_dict(complete=False)), averages), at
+        assert not inside or not equal(inside[0], weights)
         if finished:
             break
         at += 1
@@ -146,8 +143,8 @@ def test_interrupted_twice_in_a_row_it_can_be_undone() -> None:
             with interrupted(second), suppress(KeyboardInterrupt):
                 ema.restore()
             ema.restore()
-            assert same(bits(model.named_parameters()), weights)
-            assert same(bits(ema.full_state_dict(complete=False)), averages)
+            assert equal(bits(model.named_parameters()), weights)
+            assert equal(bits(ema.full_state_dict(complete=False)), averages)
 
 
 def test_out_of_memory_on_the_way_in_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +159,7 @@ def test_out_of_memory_on_the_way_in_changes_nothing(monkeypatch: pytest.MonkeyP
         raise AssertionError("inside")
     monkeypatch.undo()
     ema.restore()
-    assert same(bits(model.named_parameters()), weights)
+    assert equal(bits(model.named_parameters()), weights)
 
 
 def test_the_blocks_exception_is_raised_as_it_is() -> None:
@@ -173,7 +170,7 @@ def test_the_blocks_exception_is_raised_as_it_is() -> None:
         raise error
     assert caught.value is error
     assert caught.value.__cause__ is None
-    assert same(bits(model.named_parameters()), weights)
+    assert equal(bits(model.named_parameters()), weights)
 
 
 def test_an_optimizers_step_inside_is_refused_before_it_changes_anything() -> None:
@@ -186,8 +183,8 @@ def test_an_optimizers_step_inside_is_refused_before_it_changes_anything() -> No
         with pytest.raises(ValueError, match=r"optimizer\.step\(\) inside swapped"):
             optimizer.step()
         unrelated.step()
-    assert same(bits(model.named_parameters()), weights)
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    assert equal(bits(model.named_parameters()), weights)
+    assert equal(bits(ema.full_state_dict(complete=False)), averages)
     optimizer.step()
 
 
@@ -203,8 +200,8 @@ def test_another_ema_of_the_model_takes_no_averages_for_weights(call: str) -> No
             shardow.EMA(model, 0.9)
         apart = shardow.EMA(build(seed=7), 0.9)
         apart.update()
-    assert same(bits(model.named_parameters()), weights)
-    assert same(bits(other.full_state_dict(complete=False)), averages)
+    assert equal(bits(model.named_parameters()), weights)
+    assert equal(bits(other.full_state_dict(complete=False)), averages)
     getattr(other, call)()
 
 
@@ -213,8 +210,8 @@ def test_a_model_that_holds_its_emas_averages_is_not_copied_to() -> None:
     weights, averages = bits(other.named_parameters()), bits(holding.full_state_dict(complete=False))
     with holding.swapped(), pytest.raises(ValueError, match="an EMA has its averages in this model"):
         ema.copy_to(other)
-    assert same(bits(other.named_parameters()), weights)
-    assert same(bits(holding.full_state_dict(complete=False)), averages)
+    assert equal(bits(other.named_parameters()), weights)
+    assert equal(bits(holding.full_state_dict(complete=False)), averages)
     ema.copy_to(other)
 
 
@@ -224,7 +221,7 @@ def test_averages_stay_known_as_such_when_their_ema_is_dropped() -> None:
     ema.swap_in()
     del ema
     gc.collect()
-    assert same(bits(model.named_parameters()), averages)
+    assert equal(bits(model.named_parameters()), averages)
     for refused in (lambda: shardow.full_state_dict(model), lambda: shardow.EMA(model)):
         with pytest.raises(ValueError, match="an EMA has its averages in this model"):
             refused()
@@ -241,8 +238,8 @@ def test_a_model_that_holds_averages_is_not_filled(fill: str, tmp_path: Path) ->
     weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
     with ema.swapped(), pytest.raises(ValueError, match="an EMA has its averages in this model"):
         getattr(shardow, fill)(model, tmp_path / "other.safetensors")
-    assert same(bits(model.named_parameters()), weights)
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    assert equal(bits(model.named_parameters()), weights)
+    assert equal(bits(ema.full_state_dict(complete=False)), averages)
 
 
 @pytest.mark.parametrize("call", ["save", "async_save", "full_state_dict"])
@@ -290,7 +287,7 @@ def test_what_is_written_inside_is_said_and_is_not_in_the_weights(body: Callable
             body(model)
     said = [str(one.message) for one in caught if "were written inside swapped()" in str(one.message)]
     assert [("'2.weight'" in text, "1 more" in text) for text in said] == ([(True, True)] if body is write else [])
-    assert same(bits(model.named_parameters()), weights)
+    assert equal(bits(model.named_parameters()), weights)
 
 
 def test_a_rank_that_failed_alone_leaves_its_note_before_others_learn_that_it_did_not_wait() -> None:
@@ -324,10 +321,10 @@ def test_callbacks_and_blocks_are_one_transaction() -> None:
     with pytest.raises(ValueError, match="inside swapped"), ema.swapped():
         pass
     ema.swap_out()
-    assert same(bits(model.named_parameters()), weights)
+    assert equal(bits(model.named_parameters()), weights)
     with ema.swapped():
         ema.swap_out()
-    assert same(bits(model.named_parameters()), weights)
+    assert equal(bits(model.named_parameters()), weights)
 
 
 def test_a_swap_that_fails_on_its_way_in_tells_of_no_writes_from_before_it(
@@ -349,5 +346,5 @@ def test_a_swap_that_fails_on_its_way_in_tells_of_no_writes_from_before_it(
     monkeypatch.setattr(Swap, "_swap_in", fails)
     with pytest.raises(MemoryError), ema.swapped():
         pass
-    assert same(bits(model.named_parameters()), weights)
+    assert equal(bits(model.named_parameters()), weights)
     assert not recwarn.list

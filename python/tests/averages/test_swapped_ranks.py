@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from outcomes import outcome
 from own_averages import averages_of
+from small import equal
 
 import shardow
 
@@ -44,10 +45,6 @@ def trained(
     return model, ema, optimizer
 
 
-def same(a: Weights, b: Weights) -> bool:
-    return sorted(a) == sorted(b) and all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in a)
-
-
 def local_weights(ema: shardow.EMA) -> Weights:
     """After a failed forward FSDP1 refuses to gather."""
     return {one.name: one.tensor.clone() for one in averages_of(ema).view.parameters}
@@ -79,13 +76,13 @@ def swap_after_evaluation(kind: str) -> None:
     output(model)
     with ema.swapped():
         inside = output(model)
-        assert same(models.whole_weights(model), before) is False
+        assert equal(models.whole_weights(model), before) is False
         output(model)
     after = output(model)
-    assert same(models.whole_weights(model), before)
+    assert equal(models.whole_weights(model), before)
     full = ema.full_state_dict(complete=False)
     if dist.get_rank() == 0:
-        assert same(full, averages)
+        assert equal(full, averages)
         torch.testing.assert_close(inside, dense_output(kind, averages), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(after, dense_output(kind, before), atol=1e-6, rtol=1e-6)
     optimizer.zero_grad()
@@ -130,7 +127,7 @@ def swap_after_failed_forward(kind: str) -> None:
         hook.remove()
         with ema.swapped():
             pass
-        assert same(local_weights(ema), before), inside
+        assert equal(local_weights(ema), before), inside
     ema.update()
 
 
@@ -149,7 +146,7 @@ def raise_on_one_rank(kind: str) -> tuple[str, str]:
                 raise _Broken("only here")
     except (_Broken, shardow.Error) as error:
         caught = (type(error).__name__, str(error))
-    assert same(models.whole_weights(model), before)
+    assert equal(models.whole_weights(model), before)
     ema.update()
     return caught
 
@@ -166,11 +163,11 @@ def swap_bfloat16(kind: str) -> None:
     before, averages = models.whole_weights(model), ema.full_state_dict(complete=False)
     with ema.swapped():
         inside = models.whole_weights(model)
-    assert same(models.whole_weights(model), before)
+    assert equal(models.whole_weights(model), before)
     if dist.get_rank() == 0:
         assert all((inside[n].float() - averages[n]).abs().max() <= averages[n].abs().max() * 2**-8 for n in averages)
     full = ema.full_state_dict(complete=False)
-    assert dist.get_rank() != 0 or same(full, averages)
+    assert dist.get_rank() != 0 or equal(full, averages)
 
 
 @pytest.mark.parametrize(("kind", "world"), [("fsdp2", 3), ("ddp", 2)])
@@ -202,7 +199,7 @@ def restored_on_one(kind: str) -> list[Any]:
     ema.swap_in()
     left = outcome(ema.restore if dist.get_rank() else ema.swap_out)[:2]
     restored = ("none", "") if dist.get_rank() else outcome(ema.restore)[:2]
-    return [left, restored, same(local_weights(ema), weights), outcome(ema.distance)[0]]
+    return [left, restored, equal(local_weights(ema), weights), outcome(ema.distance)[0]]
 
 
 def test_a_rank_that_restores_waits_for_those_that_were_leaving() -> None:

@@ -15,6 +15,7 @@ import models
 import torch
 import torch.distributed as dist
 from fake_device import Device
+from small import equal
 from torch import nn
 
 import shardow
@@ -143,16 +144,8 @@ def _in_between(step: int, kind: str, model: nn.Module, emas: dict[str, shardow.
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
-    different = [
-        name
-        for name in one
-        if one[name].dtype != other[name].dtype or not torch.equal(_bytes(one[name]), _bytes(other[name]))
-    ]
+    different = [name for name in one if not equal({name: one[name]}, {name: other[name]})]
     assert not different, different
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def process() -> tuple[int, int, int]:

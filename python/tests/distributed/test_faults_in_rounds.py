@@ -18,7 +18,7 @@ TYPED = ("DeadlineError", "PeerFailedError")
 BUSY = 1.0  # seconds that a machine with other work may take
 #: By kind of sharding and verb: its rounds.
 ROUNDS = {
-    ("fsdp2", "EMA"): 1, ("fsdp2", "full_state_dict"): 3, ("fsdp2", "swapped"): 2, ("ddp", "swapped"): 4,
+    ("fsdp2", "EMA"): 1, ("fsdp2", "full_state_dict"): 2, ("fsdp2", "swapped"): 2, ("ddp", "swapped"): 4,
     ("fsdp2", "save"): 4, ("fsdp2", "async_save"): 4, ("fsdp2", "load"): 3, ("fsdp2", "materialize"): 3,
     ("fsdp2", "EMA.save"): 4, ("fsdp2", "EMA.load"): 3, ("fsdp2", "merge"): 6, ("fsdp2", "Checkpoints.save"): 6,
     ("fsdp2", "Checkpoints.restore"): 4,

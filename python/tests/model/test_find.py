@@ -150,7 +150,6 @@ def _memoryless() -> nn.Module:
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3, device="meta")), r"meta.*: 1\.weight, 1\.bias;"),
         (lambda: nn.Sequential(*[nn.Linear(1, 1, device="meta") for _ in range(6)]), r"3\.bias and 4 more"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), r"not initialised.*0\.weight"),
-        (lambda: nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), r"'weight'.*not contiguous.*strides"),
         (_sparse, "'table'.*sparse_coo"),
         (_memoryless, "'table' is a TwoTensor"),
         (lambda: torch.ones(3), "is a Tensor; it must be of class Module"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import models
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -66,45 +67,18 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def _units(model: nn.Module) -> Iterator[str]:
+def _units(model: nn.Module) -> list[str]:
     """Children that are sharded on their own; ties would cross them, so a tied model is one unit."""
-    if not isinstance(model, Tied):
-        for i, (name, child) in enumerate(model.named_children()):
-            if i % 2 == 0 and any(True for _ in child.parameters()):
-                yield name
+    every_other = [*model.named_children()][::2]
+    return [name for name, child in every_other if [*child.parameters()] and not isinstance(model, Tied)]
 
 
 def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool) -> Callable[[nn.Module, int], nn.Module]:
-    def apply(model: nn.Module, world: int) -> nn.Module:
-        frozen = {p.requires_grad for p in model.parameters()} != {True}
-        options: dict[str, Any] = {
-            "device_id": torch.device("cpu"),
-            "use_orig_params": use_orig_params,
-            "sharding_strategy": strategy,
-        }
-        if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
-            options["device_mesh"] = init_device_mesh("cpu", (2, world // 2))
-        # A flat parameter is all frozen or all trained.
-        units = [name for name, _ in model.named_children()] if frozen else list(_units(model))
-        for name in units:
-            setattr(model, name, FullyShardedDataParallel(getattr(model, name), **options))
-        return FullyShardedDataParallel(model, **options)
-
-    return apply
+    return models.fsdp1(strategy, use_orig_params, _units)
 
 
 def _fsdp2(model: nn.Module, world: int, **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (world,))
-    for name in _units(model):
-        fully_shard(getattr(model, name), mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def _hsdp(model: nn.Module, world: int) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    for name in _units(model):
-        fully_shard(getattr(model, name), mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return models.fsdp2(model, world, _units, **options)
 
 
 def _plan(model: nn.Module) -> dict[str, Any]:
@@ -129,7 +103,7 @@ def _wrapped(around: Callable[[nn.Module, int], nn.Module]) -> Callable[[nn.Modu
     """Checkpoint wrappers inside, torch.compile outside (not run: its wrapper renames)."""
 
     def apply(model: nn.Module, world: int) -> nn.Module:
-        for name in list(_units(model)):
+        for name in _units(model):
             setattr(model, name, checkpoint_wrapper(getattr(model, name)))
         return torch.compile(around(model, world), backend="eager")
 
@@ -164,7 +138,7 @@ PARALLEL: dict[str, Callable[[nn.Module, int], nn.Module]] = {
     "fsdp2-always": lambda model, world: _fsdp2(model, world, reshard_after_forward=True),
     "fsdp2-never": lambda model, world: _fsdp2(model, world, reshard_after_forward=False),
     "fsdp2-partly": lambda model, world: _fsdp2(model, world, reshard_after_forward=2),
-    "hsdp": _hsdp,
+    "hsdp": lambda model, world: models.hsdp(model, world, _units),
     "tp": _tp,
     "tp+fsdp2": _tp_fsdp2,
     "mixed": _mixed,

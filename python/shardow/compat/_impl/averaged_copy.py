@@ -100,7 +100,7 @@ class AveragedCopy:
 
     def _pair(self, model: nn.Module) -> None:
         self._model = None  # nothing is known until all is
-        ours = find(self.module, strided=True)
+        ours = find(self.module)
         inner, weights = _unwrapped(model, ours)
         ours.reshard()
         weights.reshard()
@@ -146,7 +146,7 @@ def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]
     """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for
     it.
     """
-    weights, inner = find(model, strided=True), getattr(model, "module", None)
+    weights, inner = find(model), getattr(model, "module", None)
     names = {local.name for local in ours.parameters}
     if isinstance(inner, nn.Module) and names and names.isdisjoint(local.name for local in weights.parameters):
         return _unwrapped(inner, ours)

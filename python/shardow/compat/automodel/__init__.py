@@ -202,7 +202,7 @@ class ShardedModelEMAManager(Managed):
         self._ranks.agree("ShardedModelEMAManager(...)", self._prepare)
 
     def _prepare(self) -> None:
-        _check(find(self.ema_model, strided=True), find(self._train_model, strided=True))
+        _check(find(self.ema_model), find(self._train_model))
         self.ema_model.eval()
         for parameter in self.ema_model.parameters():
             parameter.requires_grad_(False)
@@ -224,7 +224,7 @@ class ShardedModelEMAManager(Managed):
     @property
     def _param_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(average, weight): the parameters themselves, or FSDP1's memory of them."""
-        views = [find(module, strided=True) for module in (self.ema_model, self._train_model)]
+        views = [find(module) for module in (self.ema_model, self._train_model)]
         memory = [{local.name: local.tensor for local in view.parameters} | weights_of(view) for view in views]
         return [(memory[0][name], memory[1][name]) for name in self._twin.names]
 
@@ -269,7 +269,7 @@ class ShardedModelEMAManager(Managed):
         return self._twin.names
 
     def _live(self) -> dict[str, torch.Tensor]:
-        view = find(self.ema_model, strided=True)
+        view = find(self.ema_model)
         view.reshard()
         weights, state = weights_of(view), {}
         for local in [*view.parameters, *view.buffers]:

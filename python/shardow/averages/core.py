@@ -135,7 +135,7 @@ class Averages:
 
     @property
     def keys(self) -> list[str]:
-        """What several averages are called."""
+        """Lists the keys of several averages."""
         return _core.decay_keys(self._engine.schedules)
 
     @property

@@ -159,8 +159,8 @@ class SaveCall:
 
 def texts(metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Returns a user's ``metadata=``. Raises for what headers can't hold."""
-    found = {} if metadata is None else dict(instance("metadata", metadata, Mapping))
-    for key, text in found.items():
+    texts = {} if metadata is None else dict(instance("metadata", metadata, Mapping))
+    for key, text in texts.items():
         if not isinstance(key, str) or not isinstance(text, str):
             wrong = key if not isinstance(key, str) else text
             raise invalid(
@@ -168,7 +168,7 @@ def texts(metadata: Mapping[str, str] | None) -> dict[str, str]:
                 "json.dumps()"
             )
         utf8(key + text, f"metadata {key!r}", "headers")
-    return found
+    return texts
 
 
 def read_merged(

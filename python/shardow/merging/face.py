@@ -70,11 +70,11 @@ def merged(
     return Merged(read, rule, _each("steps", steps, read, lambda name, step: whole(name, step, 0, _MOST_STEPS)), key)
 
 
-def _each(name: str, given: Any, inputs: list[str], checked: Callable[[str, Any], T]) -> list[T] | None:
-    """Returns numbers that are given for each input."""
-    if given is None:
+def _each(name: str, numbers: Any, inputs: list[str], checked: Callable[[str, Any], T]) -> list[T] | None:
+    """Returns numbers, of which there must be one for each input."""
+    if numbers is None:
         return None
-    values = several(name, given)
+    values = several(name, numbers)
     if len(values) != len(inputs):
         raise invalid(f"{name}= has {len(values)} numbers for {len(inputs)} inputs")
     return [checked(name, value) for value in values]

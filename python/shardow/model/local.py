@@ -73,7 +73,7 @@ class HiddenTensor(LocalTensor):
 
 
 class Adapter:
-    """One way to hold parameters; as it stands here, one whose wrapper keeps weights where no slot shows them. A class,
+    """One way to hold parameters; as it is here, one whose wrapper keeps weights where no slot shows them. A class,
     so that a new sharding is one beside the others, and nothing else asks what kind a model is. A model may mix kinds:
     every slot belongs to the first adapter that claims it. ``hidden``: the local tensors that no slot shows;
     ``_owned``: ids of the parameters that are shown instead."""

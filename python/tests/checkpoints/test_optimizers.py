@@ -224,9 +224,9 @@ def test_states_lie_as_their_parameter_does(tmp_path: Path) -> None:
     for optimizer in (optimizers[1], torch.optim.Adam(models[1].parameters())):
         checkpoints.restore(model=models[1], optimizer=optimizer)
         for saved, weight in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            there, here = optimizers[0].state[saved]["exp_avg"], optimizer.state[weight]["exp_avg"]
-            assert torch.equal(there, here)
-            assert here.stride() == weight.stride()
+            expected, average = optimizers[0].state[saved]["exp_avg"], optimizer.state[weight]["exp_avg"]
+            assert torch.equal(expected, average)
+            assert average.stride() == weight.stride()
 
 
 def test_states_in_another_dtype_than_their_parameter_keep_it(tmp_path: Path) -> None:

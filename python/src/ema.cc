@@ -62,12 +62,10 @@ void bind_ema(nb::module_& m) {
   const group::Fact updates = average::updates_fact(0);
   m.attr("UPDATES") = nb::make_tuple(updates.name, updates.way_out);
   nb::class_<ema::EqualStates, group::Comparison>(m, "EqualStates", "Compares the states of EMAs, and facts.")
-      .def(
-          "__init__",
-          [](ema::EqualStates* memory, const std::string& call, const std::string& state, const nb::list& facts) {
-            new (memory) ema::EqualStates(call, state, facts_of(facts));
-          },
-          "call"_a, "state"_a, "facts"_a)
+      .def(nb::new_([](const std::string& call, const std::string& state, const nb::list& facts) {
+             return std::make_unique<ema::EqualStates>(call, state, facts_of(facts));
+           }),
+           "call"_a, "state"_a, "facts"_a)
       .def_prop_ro("state", &ema::EqualStates::state,
                    "This rank's, with what each rank counts for itself summed once that was taken.");
   m.def(

@@ -202,16 +202,8 @@ void bind_file(nb::module_& m) {
       "One of the files that a save makes: its name (empty: named as Hugging Face does), tensors and metadata.")
       .def(nb::init<std::string, std::vector<TensorView>, Strings>(), "name"_a, "tensors"_a, "metadata"_a = Strings());
   nb::class_<file::Request>(m, "SaveRequest", "What one rank is asked to save; see include/shardow/checkpoint.h.")
-      .def(
-          "__init__",
-          [](file::Request* memory, std::vector<SaveFile> files, const base::Path& path,
-             const std::optional<std::string>& dtype, int64_t max_shard_size, bool checksums, const Strings& texts,
-             const std::string& commit) {
-            new (memory)
-                file::Request(request_of(std::move(files), path, dtype, max_shard_size, checksums, texts, commit));
-          },
-          "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0, "checksums"_a = true,
-          "texts"_a = Strings(), "commit"_a = "");
+      .def(nb::new_(&request_of), "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0,
+           "checksums"_a = true, "texts"_a = Strings(), "commit"_a = "");
   nb::class_<Save>(
       m, "Save",
       "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")

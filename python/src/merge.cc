@@ -100,8 +100,9 @@ nb::str decoded(const std::filesystem::path& path) {
   return nb::str(nb::cast(path));
 }
 
-MergeInput input_of(std::string name, const Tensors& tensors, double coefficient, std::optional<int64_t> step) {
-  MergeInput input{std::move(name), std::shared_ptr<const MergeSource>(), coefficient, step};
+MergeInput input_of(const std::filesystem::path& name, const Tensors& tensors, double coefficient,
+                    std::optional<int64_t> step) {
+  MergeInput input{name.string(), std::shared_ptr<const MergeSource>(), coefficient, step};
   if (const auto* const opened = std::get_if<Checkpoint>(&tensors)) {
     input.tensors = *opened;
   } else {
@@ -181,13 +182,7 @@ void bind_merge(nb::module_& m) {
       .def(nb::init<const std::map<std::string, std::pair<std::string, Shape>>&, nb::callable>(), "tensors"_a, "part"_a)
       .def_prop_ro("tensors", &InParts::described, "{name: (dtype, shape)}");
   nb::class_<MergeInput>(m, "MergeInput", "One of the checkpoints that are merged.")
-      .def(
-          "__init__",
-          [](MergeInput* self, const std::filesystem::path& name, const Tensors& tensors, double coefficient,
-             std::optional<int64_t> step) {
-            new (self) MergeInput(input_of(name.string(), tensors, coefficient, step));
-          },
-          "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none())
+      .def(nb::new_(&input_of), "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none())
       .def_prop_ro("name", [](const MergeInput& input) { return decoded(input.name); })
       .def_ro("step", &MergeInput::step)
       .def_ro("coefficient", &MergeInput::coefficient);

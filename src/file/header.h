@@ -35,8 +35,6 @@ struct Header {
   std::vector<Entry> entries;
   Metadata metadata;
   int64_t data_begin = 0;  ///< byte of the file
-
-  int64_t data_size() const noexcept { return entries.empty() ? 0 : entries.back().end; }
 };
 
 /// The JSON of a header whose data section has `data_bytes` bytes. `where` is for messages. Throws kCorrupt for what
@@ -56,14 +54,11 @@ HeaderText read_header(const base::File& file);
 /// dtypes alone. Throws kInvalidArgument for a name that is not UTF-8, is "__metadata__" or comes twice.
 std::vector<Entry> in_file_order(std::vector<Entry> entries);
 
-/// A header of them, in that order. Throws kInvalidArgument above kMostHeaderBytes, and for metadata that are not
-/// UTF-8.
-Header lay_out(std::vector<Entry> entries, Metadata metadata);
-
 /// Bytes of JSON that they take in a header, with the commas between them.
 int64_t entries_length(std::span<const Entry> entries);
 
-/// Where the data of a file begins, of so many entries, whose JSON has so many bytes. Throws as lay_out().
+/// Where the data of a file begins, of so many entries, whose JSON has so many bytes. Throws kInvalidArgument above
+/// kMostHeaderBytes, and for metadata that are not UTF-8.
 int64_t data_begin(size_t num_entries, int64_t entries_length, const Metadata& metadata);
 
 /// The length word and the JSON, padded with spaces to kDataAlignment: everything before the data, which begins at

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "base/folder_fixture.h"
+#include "file/header_fixture.h"
 #include "file/layout.h"
 #include "shardow/error.h"
 
@@ -140,7 +141,7 @@ TEST(Header, TakesWhatTheReferenceParserTakes) {
   EXPECT_EQ(header.entries[1].name, std::string("z\0", 2));
   EXPECT_EQ(header.entries[1].shape, (Shape{3, 0}));
   EXPECT_EQ(header.entries[3].begin, 6);
-  EXPECT_EQ(header.data_size(), 10);
+  EXPECT_EQ(data_size(header), 10);
 }
 
 TEST(Header, ComesBackFromItsBytes) {
@@ -154,7 +155,7 @@ TEST(Header, ComesBackFromItsBytes) {
   const std::string bytes = header_bytes(laid.entries, laid.metadata, laid.data_begin);
   EXPECT_EQ(bytes.size() % 4096, 0u);
   EXPECT_EQ(laid.data_begin, static_cast<int64_t>(bytes.size()));
-  const Header read = parse_header(std::string_view(bytes).substr(8), laid.data_size(), "f");
+  const Header read = parse_header(std::string_view(bytes).substr(8), data_size(laid), "f");
   EXPECT_EQ(read.metadata, laid.metadata);
   ASSERT_EQ(read.entries.size(), 6u);
   const char* names[] = {"wide", "a", "b \"quoted\\ \n", "empty", "tail", "packed"};
@@ -163,12 +164,12 @@ TEST(Header, ComesBackFromItsBytes) {
     EXPECT_EQ(read.entries[i].shape, laid.entries[i].shape);
     EXPECT_EQ(read.entries[i].begin, laid.entries[i].begin);
   }
-  EXPECT_EQ(laid.data_size(), 8 + 4 + 24 + 0 + 3 + 2);
+  EXPECT_EQ(data_size(laid), 8 + 4 + 24 + 0 + 3 + 2);
 }
 
 TEST(Header, OfAnEmptyTensorTakesAnySizes) {
   const Header laid = lay_out({{"a", DType::kF32, {int64_t{1} << 62, 4, 0}, 0, 0}, {"b", DType::kF32, {2}, 0, 0}}, {});
-  EXPECT_EQ(laid.data_size(), 8);
+  EXPECT_EQ(data_size(laid), 8);
   EXPECT_THROW(lay_out({{"a", DType::kF32, {int64_t{1} << 62, 4}, 0, 0}}, {}), Error);
 }
 

@@ -100,12 +100,6 @@ int64_t data_begin(size_t num_entries, int64_t entries_length, const Metadata& m
   return begin;
 }
 
-Header lay_out(std::vector<Entry> entries, Metadata metadata) {
-  Header header{in_file_order(std::move(entries)), std::move(metadata), 0};
-  header.data_begin = data_begin(header.entries.size(), entries_length(header.entries), header.metadata);
-  return header;
-}
-
 std::string header_bytes(std::span<const Entry> entries, const Metadata& metadata, int64_t data_begin) {
   std::string out(static_cast<size_t>(kLengthBytes), '\0');
   out.reserve(static_cast<size_t>(data_begin));

@@ -8,12 +8,15 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/leb128.h"
 #include "group/wire.h"
 
 namespace shardow::file {
 namespace {
 
 using base::fail;
+using base::NumberReader;
+using base::put_number;
 using group::Receiver;
 using group::Sender;
 
@@ -22,26 +25,13 @@ using Numbers = std::vector<uint64_t>;
 
 Numbers numbers_in(std::string_view encoded) {
   Numbers numbers;
-  uint64_t number = 0;
-  int shift = 0;
-  for (const char c : encoded) {
-    number |= static_cast<uint64_t>(c & 0x7f) << shift;
-    shift += 7;
-    if ((c & 0x80) != 0) continue;
-    numbers.push_back(std::exchange(number, 0));
-    shift = 0;
-  }
+  for (NumberReader in(encoded, "an encoded region"); in.left() > 0;) numbers.push_back(in.next());
   return numbers;
-}
-
-void put(std::string& out, uint64_t number) {
-  for (; number >= 0x80; number >>= 7) out.push_back(static_cast<char>(number | 0x80));
-  out.push_back(static_cast<char>(number));
 }
 
 std::string encoded(const Numbers& numbers) {
   std::string out;
-  for (const uint64_t number : numbers) put(out, number);
+  for (const uint64_t number : numbers) put_number(out, number);
   return out;
 }
 
@@ -52,10 +42,10 @@ class Differences {
     const Numbers now = numbers_in(region);
     last_.resize(now.size(), 0);
     std::string out;
-    put(out, now.size());
+    put_number(out, now.size());
     for (size_t i = 0; i < now.size(); ++i) {
       const uint64_t apart = now[i] - last_[i];
-      put(out, (apart << 1) ^ (0 - (apart >> 63)));  // small whatever its sign
+      put_number(out, (apart << 1) ^ (0 - (apart >> 63)));  // small whatever its sign
     }
     last_ = now;
     return out;
@@ -69,32 +59,6 @@ class Differences {
 
  private:
   Numbers last_;
-};
-
-/// Reads one by one the numbers of put(), and texts.
-class NumberReader {
- public:
-  explicit NumberReader(std::string_view bytes) : left_(bytes) {}
-  uint64_t next() {
-    uint64_t number = 0;
-    for (int shift = 0; shift < 64; shift += 7) {
-      if (left_.empty()) break;
-      const char c = left_.front();
-      left_.remove_prefix(1);
-      number |= static_cast<uint64_t>(c & 0x7f) << shift;
-      if ((c & 0x80) == 0) return number;
-    }
-    fail(Code::kInternal, "a list of numbers of another rank's ends early");
-  }
-
-  std::string text(size_t bytes) {
-    std::string text(left_.substr(0, bytes));
-    left_.remove_prefix(text.size());
-    return text;
-  }
-
- private:
-  std::string_view left_;
 };
 
 }  // namespace
@@ -139,18 +103,18 @@ std::string unpacked(std::string_view bytes) {
 
 std::string pack(const std::vector<Kind>& kinds) {
   std::string out;
-  put(out, kinds.size());
+  put_number(out, kinds.size());
   for (const Kind& kind : kinds) {
-    put(out, kind.ranks.size());
+    put_number(out, kind.ranks.size());
     int64_t last = 0;
-    for (const int64_t rank : kind.ranks) put(out, static_cast<uint64_t>(rank - std::exchange(last, rank)));
-    put(out, kind.regions.size());
+    for (const int64_t rank : kind.ranks) put_number(out, static_cast<uint64_t>(rank - std::exchange(last, rank)));
+    put_number(out, kind.regions.size());
     for (const auto& of_class : kind.regions) {
       Differences differences;
       for (const std::string& region : of_class) out += differences.next(region);
     }
     const std::string list = kinds.size() > 1 ? kind.list : std::string();
-    put(out, list.size());
+    put_number(out, list.size());
     out += list;
   }
   return packed(out);
@@ -158,7 +122,7 @@ std::string pack(const std::vector<Kind>& kinds) {
 
 std::vector<Kind> unpack(const std::string& said) {
   const std::string bytes = unpacked(said);
-  NumberReader in(bytes);
+  NumberReader in(bytes, "what another rank tells of kinds");
   std::vector<Kind> kinds(in.next());
   for (Kind& kind : kinds) {
     kind.ranks.resize(in.next());

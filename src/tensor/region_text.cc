@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "base/checked.h"
+#include "base/leb128.h"
 #include "shardow/region.h"
 #include "tensor/grid.h"
 
@@ -20,42 +21,24 @@ constexpr int64_t kVersion = 1;
 constexpr size_t kMostIntervalsShown = 4;
 
 void put(std::string& out, int64_t number) {
-  auto left = static_cast<uint64_t>(number);
-  for (; left >= 0x80; left >>= 7) out.push_back(static_cast<char>(left | 0x80));
-  out.push_back(static_cast<char>(left));
+  base::put_number(out, static_cast<uint64_t>(number));
 }
 
-class Reader {
- public:
-  explicit Reader(std::string_view bytes) : bytes_(bytes) {}
+int64_t get(base::NumberReader& reader) {
+  const auto number = static_cast<int64_t>(reader.next());
+  if (number < 0) fail(Code::kCorrupt, "an encoded region has a number above 2^63");
+  return number;
+}
 
-  int64_t get() {
-    uint64_t number = 0;
-    for (int shift = 0; shift < 63; shift += 7) {
-      if (bytes_.empty()) fail(Code::kCorrupt, "an encoded region ends early");
-      const auto byte = static_cast<unsigned char>(bytes_.front());
-      bytes_.remove_prefix(1);
-      number |= static_cast<uint64_t>(byte & 0x7f) << shift;
-      if (byte < 0x80) return static_cast<int64_t>(number);
-    }
-    fail(Code::kCorrupt, "an encoded region has a number above 2^63");
-  }
-
-  size_t left() const { return bytes_.size(); }
-
- private:
-  std::string_view bytes_;
-};
-
-std::vector<Interval> get_intervals(Reader& reader) {
-  const int64_t count = reader.get();
+std::vector<Interval> get_intervals(base::NumberReader& reader) {
+  const int64_t count = get(reader);
   if (static_cast<uint64_t>(count) > reader.left() / 2)
     fail(Code::kCorrupt, "an encoded region says {} intervals in {} bytes", count, reader.left());
   std::vector<Interval> intervals;
   int64_t reached = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t begin = base::checked_add(reached, reader.get());
-    reached = base::checked_add(begin, reader.get());
+    const int64_t begin = base::checked_add(reached, get(reader));
+    reached = base::checked_add(begin, get(reader));
     intervals.push_back({begin, reached});
   }
   return intervals;
@@ -105,21 +88,21 @@ std::string Region::encode() const {
 }
 
 Region Region::decode(std::string_view bytes) {
-  Reader reader(bytes);
-  if (const int64_t version = reader.get(); version != kVersion)
+  base::NumberReader reader(bytes, "an encoded region");
+  if (const int64_t version = get(reader); version != kVersion)
     fail(Code::kCorrupt, "an encoded region of version {}; this build reads {}", version, kVersion);
-  const int64_t ndim = reader.get();
+  const int64_t ndim = get(reader);
   if (ndim > kMaxDims)
     fail(Code::kCorrupt, "an encoded region of {} dimensions; at most {} are supported", ndim, kMaxDims);
   try {
     Shape shape;
     std::vector<std::vector<Interval>> dims;
     for (int64_t d = 0; d < ndim; ++d) {
-      shape.push_back(reader.get());
+      shape.push_back(get(reader));
       dims.push_back(get_intervals(reader));
     }
     Region region = grid(std::move(shape), std::move(dims));
-    const int64_t begin = reader.get(), end = reader.get();
+    const int64_t begin = get(reader), end = get(reader);
     region = region.window(begin, end);
     if (region.encode() != bytes)
       fail(Code::kCorrupt, "an encoded region of {} bytes is not in its one valid form", bytes.size());

@@ -19,7 +19,7 @@
 #include "average/plan.h"
 #include "average/ring_swap.h"
 #include "base/worker.h"
-#include "file/header.h"
+#include "file/header_fixture.h"
 #include "group_checks.h"
 #include "kernels/kernels.h"
 #include "roofline.h"

@@ -57,8 +57,10 @@ class OwnStoreGroup final : public StoreGroup {
 
 namespace group {
 
+constexpr std::string_view kLater = "a later step of ";  // begins the names of rounds that are no first ones
+
 void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout) {
-  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), true};
+  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), !call.starts_with(kLater)};
 }
 
 std::vector<std::string> StoreGroup::all_gather(std::string_view own, Deadline deadline) {
@@ -107,7 +109,7 @@ Call StoreGroup::next(const std::string& operation) {
   if (call_.name.empty()) return {operation.empty() ? "agree()" : operation, 0, true};
   Call call = call_;
   if (meeting_.names_call && !operation.empty()) call.name += ": " + operation;
-  if (std::exchange(call_.is_first, false)) call_.name.insert(0, "a later step of ");
+  if (std::exchange(call_.is_first, false)) call_.name.insert(0, kLater);
   return call;
 }
 

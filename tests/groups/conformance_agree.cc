@@ -152,8 +152,8 @@ void agree_tells_after_the_deadline_and_what_was_returned(Ranks& group, Findings
   };
   std::string expected;
   for (int r = 0; r < group.size(); ++r) expected += fmt::format("of {};", r);
-  const std::string all =
-      agree_on(group, [&] { return passed; }, late, [](const auto& told) { return fmt::format("{}", fmt::join(told, "")); });
+  const std::string all = agree_on(
+      group, [&] { return passed; }, late, [](const auto& told) { return fmt::format("{}", fmt::join(told, "")); });
   found.expect(all == expected, "'{}' arrived, not '{}'", all, expected);
 }
 

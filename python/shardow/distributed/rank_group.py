@@ -22,8 +22,6 @@ T = TypeVar("T")
 Comparison = _core.Comparison
 Join = Callable[[list[bytes]], bytes]
 
-_NOTHING = "-"  # no note: where a key is not there, a store answers what it is compared with
-
 
 @dataclass
 class Step(Generic[T]):
@@ -88,7 +86,7 @@ class RankGroup:
     def gather(self, what: str, mine: bytes, patience: float = math.inf) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
         same error at once."""
-        return self.verb(what, lambda: self.group.all_gather(mine, min(patience, self.timeout)))
+        return self._met(what, lambda: self.group.all_gather(mine, min(patience, self.timeout)))
 
     def combine(self, what: str, own: Callable[[], bytes], join: Join = itemgetter(0)) -> bytes:
         """Returns what ``join()`` makes, on one rank, of what ``own()`` returns on each, by default rank 0's. What
@@ -107,7 +105,7 @@ class RankGroup:
     def decide_each(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """Returns this rank's of the bytes that ``weigh()`` makes for each, on one rank, of every rank's. What it
         raises is raised on all."""
-        return self.verb(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
+        return self._met(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
 
     def broadcast(
         self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -130,6 +128,11 @@ class RankGroup:
         (group or self.group).begin(what + self._whose, self.timeout)
         return run()
 
+    def _met(self, what: str, run: Callable[[], T]) -> T:
+        """verb(), of ranks that have begun ``what`` together: who is missing did not forget to call it."""
+        with naming(what):
+            return self.verb(f"a later step of {what}", run)
+
     def stopped(self, what: str) -> None:
         """This rank was interrupted before the first round of ``what``, in which the others wait for it: they learn of
         it there.
@@ -139,19 +142,18 @@ class RankGroup:
 
     def note(self, key: str, text: str) -> None:
         """For ranks that come later; waits for nobody. The first one under a key stays."""
-        if isinstance(self.group, StoreGroup):
-            self.group.try_compare_set(f"note/{key}", "", text, self._patience())
-
-    def _patience(self) -> float:
-        """With a store that may stand still, for what is no part of a round."""
-        return min(ANSWER, self.timeout / 2)
+        self._compare_set(key, "", text)
 
     def noted(self, key: str) -> str | None:
         """What note() left, if anything; None where the store does not answer either."""
+        found = self._compare_set(key, "-", "-")  # where a key is not there, a store answers what it is compared with
+        return None if found == "-" else found
+
+    def _compare_set(self, key: str, expected: str, desired: str) -> str | None:
+        """Has some patience with a store that may stand still, since this is no part of a round."""
         if not isinstance(self.group, StoreGroup):
             return None
-        found = self.group.try_compare_set(f"note/{key}", _NOTHING, _NOTHING, self._patience())
-        return None if found == _NOTHING else found
+        return self.group.try_compare_set(f"note/{key}", expected, desired, min(ANSWER, self.timeout / 2))
 
 
 @contextlib.contextmanager

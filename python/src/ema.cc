@@ -63,7 +63,7 @@ void bind_ema(nb::module_& m) {
   m.attr("UPDATES") = nb::make_tuple(updates.name, updates.way_out);
   nb::class_<ema::EqualStates, group::Comparison>(m, "EqualStates", "Compares the states of EMAs, and facts.")
       .def(nb::new_([](const std::string& call, const std::string& state, const nb::list& facts) {
-             return std::make_unique<ema::EqualStates>(call, state, facts_of(facts));
+             return ema::EqualStates(call, state, facts_of(facts));
            }),
            "call"_a, "state"_a, "facts"_a)
       .def_prop_ro("state", &ema::EqualStates::state,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from moves import CHANGES, assigned, data, to_and_back
-from test_swap import bits, same, trained
+from small import equal
+from test_swap import bits, trained
 from torch import nn
 
 import shardow
@@ -26,8 +27,8 @@ def test_weights_come_back_to_where_the_model_has_them(move: Callable[[nn.Module
     weights, averages = bits(model.named_parameters()), bits(ema.full_state_dict(complete=False))
     with ema.swapped():
         move(model)
-    assert same(bits(model.named_parameters()), weights)
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    assert equal(bits(model.named_parameters()), weights)
+    assert equal(bits(ema.full_state_dict(complete=False)), averages)
 
 
 def test_tied_weights_that_are_untied_inside_come_back_under_both_names() -> None:
@@ -41,7 +42,7 @@ def test_tied_weights_that_are_untied_inside_come_back_under_both_names() -> Non
     with ema.swapped():
         for layer in model:
             layer.weight = nn.Parameter(layer.weight.detach().clone())
-    assert same(bits(model.state_dict().items()), weights)
+    assert equal(bits(model.state_dict().items()), weights)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +74,8 @@ def test_averages_pass_for_no_weights_where_the_model_was_moved(
         for take in takers:
             with pytest.raises(ValueError, match=r"an EMA has its averages in this model|inside swapped\(\)"):
                 take()
-    assert same(bits(model.named_parameters()), weights)
-    assert same(bits(other.full_state_dict(complete=False)), averages)
+    assert equal(bits(model.named_parameters()), weights)
+    assert equal(bits(other.full_state_dict(complete=False)), averages)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -84,8 +85,8 @@ def test_weights_of_a_model_that_was_cast_come_back_cast_with_a_warning(dtype: t
     averages = bits(ema.full_state_dict(complete=False))
     with pytest.warns(RuntimeWarning, match="was cast inside swapped"), ema.swapped():
         model.to(dtype)
-    assert same(bits(model.named_parameters()), bits({name: p.to(dtype) for name, p in weights.items()}))
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    assert equal(bits(model.named_parameters()), bits({name: p.to(dtype) for name, p in weights.items()}))
+    assert equal(bits(ema.full_state_dict(complete=False)), averages)
     with pytest.raises(ValueError, match=r"it was torch\.float32"):
         ema.update()
 
@@ -102,15 +103,15 @@ def test_weights_that_the_model_has_no_place_for_are_kept_until_it_has() -> None
         ema.restore()
     model[2] = gone
     ema.restore()
-    assert same(bits(model.named_parameters()), weights)
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    assert equal(bits(model.named_parameters()), weights)
+    assert equal(bits(ema.full_state_dict(complete=False)), averages)
     with pytest.raises(ValueError, match="of another shape"), ema.swapped():
         model[2] = nn.Linear(7, 5)
     ema.restore(strict=False)
-    assert same(
+    assert equal(
         bits(model[0].named_parameters()), {name[2:]: p for name, p in weights.items() if name.startswith("0.")}
     )
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    assert equal(bits(ema.full_state_dict(complete=False)), averages)
 
 
 def test_parametrizations_removed_inside_are_refused_with_nothing_lost() -> None:
@@ -123,4 +124,4 @@ def test_parametrizations_removed_inside_are_refused_with_nothing_lost() -> None
     with pytest.raises(ValueError, match="no place for its weights"), ema.swapped():
         nn.utils.parametrize.remove_parametrizations(model, "weight")
     ema.restore(strict=False)
-    assert same(bits(ema.full_state_dict(complete=False)), averages)
+    assert equal(bits(ema.full_state_dict(complete=False)), averages)

@@ -202,8 +202,12 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("size", &Group::size)
       .def(
           "begin",
-          [](Group& group, const std::string& call, double timeout) { group.begin(call, milliseconds(timeout)); },
-          "call"_a, "timeout"_a, "The next round is `call`'s first; rounds after it are its later steps.")
+          [](Group& group, const std::string& call, double timeout, bool begun) {
+            group.begin(call, milliseconds(timeout));
+            if (begun) static_cast<group::StoreGroup&>(group).set_begun();
+          },
+          "call"_a, "timeout"_a, "begun"_a = false,
+          "The next round is `call`'s first, or of one that all have `begun`; rounds after it are its later steps.")
       .def("all_gather", &all_gather, "mine"_a, "timeout"_a, "Every rank's bytes, by rank. Collective.")
       .def("decide", &decide, "mine"_a, "weigh"_a, "timeout"_a,
            "What weigh() makes, on one rank, of all ranks' bytes: (bytes for all, bytes for each rank, or none). "

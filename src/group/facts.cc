@@ -27,8 +27,7 @@ void add(Sender& out, const Fact& fact) {
 /// Throws for the first difference, by ranks; of facts of sets with the number of those that differ too.
 void check_equal(std::string_view call, const std::vector<std::string>& by_rank) {
   using Name = std::pair<std::string, std::string>;  // of a set, of a fact
-  constexpr const char* kMissing = "missing";
-  std::map<Name, std::pair<size_t, Fact>> known;  // on the first rank
+  std::map<Name, std::pair<size_t, Fact>> known;     // on the first rank
   std::set<Name> wrong;
   Fact first_wrong;  // its value: what the message says of it
   for (size_t rank = 0; rank < by_rank.size(); ++rank) {
@@ -39,7 +38,7 @@ void check_equal(std::string_view call, const std::vector<std::string>& by_rank)
       own.emplace(fact.set, fact.name);
       const auto [entry, is_new] = known.try_emplace({fact.set, fact.name}, rank, fact);
       const auto& [first, other] = entry->second;
-      if (is_new && rank > 0 && fact.set.empty()) refuse(call, fact, kMissing, 0, fact.value, rank);
+      if (is_new && rank > 0 && fact.set.empty()) refuse(call, fact, "missing", 0, fact.value, rank);
       if (other.value == fact.value) continue;
       if (fact.set.empty()) refuse(call, fact, other.value, first, fact.value, rank);
       fact.value = fmt::format("has other values on rank {} than on rank {}", first, rank);
@@ -48,7 +47,7 @@ void check_equal(std::string_view call, const std::vector<std::string>& by_rank)
     }
     for (const auto& [name, first] : known) {
       if (name.first.empty() && !own.contains(name))
-        refuse(call, first.second, first.second.value, first.first, kMissing, rank);
+        refuse(call, first.second, first.second.value, first.first, "missing", rank);
     }
   }
   if (wrong.empty()) return;

@@ -57,10 +57,8 @@ class OwnStoreGroup final : public StoreGroup {
 
 namespace group {
 
-constexpr std::string_view kLater = "a later step of ";  // begins the names of rounds that are no first ones
-
 void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout) {
-  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), !call.starts_with(kLater)};
+  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), true};
 }
 
 std::vector<std::string> StoreGroup::all_gather(std::string_view own, Deadline deadline) {
@@ -109,7 +107,7 @@ Call StoreGroup::next(const std::string& operation) {
   if (call_.name.empty()) return {operation.empty() ? "agree()" : operation, 0, true};
   Call call = call_;
   if (meeting_.names_call && !operation.empty()) call.name += ": " + operation;
-  if (std::exchange(call_.is_first, false)) call_.name.insert(0, kLater);
+  if (std::exchange(call_.is_first, false)) call_.name.insert(0, "a later step of ");
   return call;
 }
 

@@ -23,6 +23,9 @@ class StoreGroup : public Ranks {
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override;
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override;
 
+  /// The ranks have begun the call together: who is missing in its first round did not forget it.
+  void set_begun() noexcept { call_.is_first = false; }
+
   /// Ends the next round for all, since this rank was interrupted in `call`.
   void refuse(const std::string& call);
 

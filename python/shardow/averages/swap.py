@@ -34,7 +34,7 @@ from shardow.averages.replicas import Exchange
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, warn
 from shardow.base.signals import uninterrupted
-from shardow.distributed.rank_group import Comparison, RankGroup, Step
+from shardow.distributed.rank_group import Comparison, RankGroup, Step, naming
 from shardow.model import swap_guard
 from shardow.model.changes import Move, find_moves, warn_of_casts
 from shardow.model.view import ModelView
@@ -87,9 +87,9 @@ class Meeting:
             # A store that did not answer has cost some of the time.
             patience = max(self._ranks.timeout - (time.monotonic() - began), _GRACE)
         try:
-            return [
-                Status(*json.loads(text)) for text in self._ranks.gather(LEAVING, json.dumps(status).encode(), patience)
-            ]
+            with naming(LEAVING):
+                by_rank = self._ranks.gather(LEAVING, json.dumps(status).encode(), patience)
+            return [Status(*json.loads(text)) for text in by_rank]
         except errors.Error as missing:  # or another rank is in another call
             if status.failure:
                 self.note(status.failure)

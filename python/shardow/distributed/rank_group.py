@@ -84,9 +84,11 @@ class RankGroup:
         return f" of {self._joined[0]} {self._joined[1].total.decode()}" if self._joined else ""
 
     def gather(self, what: str, mine: bytes, patience: float = math.inf) -> list[bytes]:
-        """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout; a rank that comes later gets the
-        same error at once."""
-        return self._met(what, lambda: self.group.all_gather(mine, min(patience, self.timeout)))
+        """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout, for ranks that have begun this
+        together; a rank that comes later gets the same error at once."""
+        return self.verb(
+            what, lambda: self.group.all_gather(mine, min(patience, self.timeout)), None, patience < math.inf
+        )
 
     def combine(self, what: str, own: Callable[[], bytes], join: Join = itemgetter(0)) -> bytes:
         """Returns what ``join()`` makes, on one rank, of what ``own()`` returns on each, by default rank 0's. What
@@ -105,7 +107,7 @@ class RankGroup:
     def decide_each(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """Returns this rank's of the bytes that ``weigh()`` makes for each, on one rank, of every rank's. What it
         raises is raised on all."""
-        return self._met(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
+        return self.verb(what, lambda: self.group.decide(mine, lambda by_rank: (b"", weigh(by_rank)), self.timeout)[1])
 
     def broadcast(
         self, full: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -122,16 +124,11 @@ class RankGroup:
             finish(work, self.timeout, otherwise)
         return moved.to(device)
 
-    def verb(self, what: str, run: Callable[[], T], group: _core.Group | None = None) -> T:
+    def verb(self, what: str, run: Callable[[], T], group: _core.Group | None = None, begun: bool = False) -> T:
         """Returns ``run()``, which makes the rounds of ``what``, with the ranks of ``group``, by default its own.
-        Collective."""
-        (group or self.group).begin(what + self._whose, self.timeout)
+        ``begun``: by all of them together, so that who is missing did not forget it. Collective."""
+        (group or self.group).begin(what + self._whose, self.timeout, begun)
         return run()
-
-    def _met(self, what: str, run: Callable[[], T]) -> T:
-        """verb(), of ranks that have begun ``what`` together: who is missing did not forget to call it."""
-        with naming(what):
-            return self.verb(f"a later step of {what}", run)
 
     def stopped(self, what: str) -> None:
         """This rank was interrupted before the first round of ``what``, in which the others wait for it: they learn of

@@ -6,7 +6,6 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
 #include <utility>
 
 #include "average/replicas.h"

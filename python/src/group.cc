@@ -203,8 +203,7 @@ void bind_group(nb::module_& m) {
       .def(
           "begin",
           [](Group& group, const std::string& call, double timeout, bool begun) {
-            group.begin(call, milliseconds(timeout));
-            if (begun) static_cast<group::StoreGroup&>(group).set_begun();
+            static_cast<group::StoreGroup&>(group).begin(call, milliseconds(timeout), begun);
           },
           "call"_a, "timeout"_a, "begun"_a = false,
           "The next round is `call`'s first, or of one that all have `begun`; rounds after it are its later steps.")

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <utility>
 
 #include "base/errors.h"
 #include "base/files.h"

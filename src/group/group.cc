@@ -57,8 +57,8 @@ class OwnStoreGroup final : public StoreGroup {
 
 namespace group {
 
-void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout) {
-  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), true};
+void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout, bool begun) {
+  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), !begun};
 }
 
 std::vector<std::string> StoreGroup::all_gather(std::string_view own, Deadline deadline) {

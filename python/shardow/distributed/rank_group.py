@@ -86,9 +86,8 @@ class RankGroup:
     def gather(self, what: str, mine: bytes, patience: float = math.inf) -> list[bytes]:
         """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout, for ranks that have begun this
         together; a rank that comes later gets the same error at once."""
-        return self.verb(
-            what, lambda: self.group.all_gather(mine, min(patience, self.timeout)), None, patience < math.inf
-        )
+        seconds, begun = min(patience, self.timeout), patience < math.inf
+        return self.verb(what, lambda: self.group.all_gather(mine, seconds), None, begun)
 
     def combine(self, what: str, own: Callable[[], bytes], join: Join = itemgetter(0)) -> bytes:
         """Returns what ``join()`` makes, on one rank, of what ``own()`` returns on each, by default rank 0's. What

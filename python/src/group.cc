@@ -9,7 +9,6 @@
 #include <nanobind/trampoline.h>
 
 #include <algorithm>
-#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -236,9 +235,8 @@ void bind_group(nb::module_& m) {
       "does with those, where there is anything to do. What words() raises on one rank, and sum_up(), all raise.")
       .def(nb::init<>());
   nb::class_<group::EqualFacts, group::Comparison>(m, "EqualFacts", "Compares facts: (name, value, hint, set).")
-      .def(nb::new_([](const std::string& call, const nb::list& facts) {
-             return std::make_unique<group::EqualFacts>(call, facts_of(facts));
-           }),
+      .def(nb::new_(
+               [](const std::string& call, const nb::list& facts) { return group::EqualFacts(call, facts_of(facts)); }),
            "call"_a, "facts"_a);
   m.def("solo", &solo, "A group of one rank, which never waits.");
   m.def("step", &step, "group"_a, "call"_a, "timeout"_a, "prepare"_a, "behind"_a = 0.0,

@@ -15,8 +15,8 @@ struct Kind {
   std::string list;                               // empty: none of them told it
 };
 
-/// Returns all kinds in one text, of one alone without its list, which all have. unpack() throws kInternal for what is
-/// none.
+/// Returns all kinds in one text, of one alone without its list, which all have. unpack() throws kInternal or
+/// kCorrupt for what is none.
 std::string pack(const std::vector<Kind>& kinds);
 std::vector<Kind> unpack(const std::string& said);
 

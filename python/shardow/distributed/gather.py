@@ -53,13 +53,9 @@ class Gatherer:
                 yield part.name, self._receive(i)
             else:
                 if self._sends[i]:
+                    device = carrier(self._ranks.process_group, part.flat.device)
                     for block in part.flat.split(_BLOCK // part.flat.itemsize):
-                        self._move(
-                            dist.isend,
-                            block.contiguous().to(carrier(self._ranks.process_group, block.device)),
-                            0,
-                            group_dst=0,
-                        )
+                        self._move(dist.isend, block.contiguous().to(device), 0, group_dst=0)
                 yield part.name, None
 
     def everywhere(self, device_of: Callable[[str], torch.device]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,6 +91,7 @@ class Gatherer:
     def _receive(self, i: int) -> torch.Tensor:
         part = self._parts[i]
         full = empty(part.region.shape, part.flat.dtype)
+        device = carrier(self._ranks.process_group, part.flat.device)
         for rank, encoded in self._senders[i]:
             region = _core.Region.decode(encoded)
             if rank == 0:
@@ -103,8 +100,7 @@ class Gatherer:
             each = _BLOCK // full.itemsize
             for begin in range(0, region.size, each):
                 window = region.window(begin, min(begin + each, region.size))
-                there = carrier(self._ranks.process_group, part.flat.device)
-                block = empty([window.size], part.flat.dtype, there)
+                block = empty([window.size], part.flat.dtype, device)
                 self._move(dist.irecv, block, rank, group_src=rank)
                 place(block.cpu(), window, full)
         return full

@@ -35,26 +35,32 @@ def test_a_tensor_of_several_blocks_arrives_whole() -> None:
     assert ranks.run(2, gathered) == [{"t": True}, {}]
 
 
-def carried() -> list[str]:
-    """What is asked of a group that moves no tensors of the CPU, and what it is given. (The one at hand moves none
-    else.)
+def carried() -> tuple[list[str], list[int]]:
+    """Returns the devices that a group which moves no tensors of the CPU is asked for, and the sizes of what then
+    travels. (The group at hand moves none else.)
     """
     alone = dist.new_group(backend="cuda:gloo")
     asked = [str(carrier(alone, torch.device(device))) for device in ("cpu", "cuda:1")]
     with pytest.MonkeyPatch.context() as patch:
         went: list[str] = []
+        bytes_moved: list[int] = []
+        move = Gatherer._move
         for module in (gather, rank_group):
             patch.setattr(module, "carrier", lambda group, device: (went.append(str(device)), device)[1])
+        patch.setattr(
+            Gatherer, "_move", lambda *args, **options: (bytes_moved.append(args[2].nbytes), move(*args, **options))[1]
+        )
         gathered()
         RankGroup(dist.group.WORLD, 60.0).broadcast(
             torch.ones(2) if dist.get_rank() == 0 else None, [2], torch.float32, torch.device("cpu")
         )
-    return [*asked, *went]
+    return [*asked, *went], bytes_moved
 
 
 def test_what_a_group_cannot_move_goes_through_its_device() -> None:
     """NCCL alone knows no tensors of the CPU; averages on the host are such. A block of at most 16 MiB at a time."""
-    assert ranks.run(2, carried) == [["cuda", "cuda:1", "cpu", "cpu", "cpu"]] * 2
+    devices = ["cuda", "cuda:1", "cpu", "cpu"]
+    assert ranks.run(2, carried) == [(devices, [16 << 20, 4 * (6_000_000 - 1_000_003) - (16 << 20)])] * 2
 
 
 COLUMNS = _core.Region.grid([6, 8], [[(1, 6)], [(0, 2), (5, 8)]])

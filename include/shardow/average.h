@@ -21,7 +21,7 @@
 namespace shardow {
 
 namespace average {
-struct [[gnu::visibility("hidden")]] Driver;
+struct [[gnu::visibility("hidden")]] Inside;
 class [[gnu::visibility("hidden")]] OtherMemory;
 }  // namespace average
 
@@ -133,7 +133,7 @@ class Average {
   Average(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages, AverageOptions options,
           std::shared_ptr<average::OtherMemory> other);
 
-  friend struct average::Driver;
+  friend struct average::Inside;
   struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };

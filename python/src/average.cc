@@ -1,5 +1,6 @@
 #include "shardow/average.h"
 
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -9,12 +10,14 @@
 
 #include <utility>
 
-#include "average/driver.h"
+#include "average/impl.h"
 #include "average/plan.h"
+#include "callbacks.h"
 #include "core.h"
 #include "kernels/cuda.h"
 #include "kernels/noise.h"
 #include "shardow/error.h"
+#include "store.h"
 #include "tensor/dtype.h"
 
 namespace nb = nanobind;
@@ -23,7 +26,7 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-using average::Driver;
+using average::Inside;
 
 /// Other threads of Python go on while this one waits for an update in the background.
 template <typename Any>
@@ -102,6 +105,48 @@ class PythonMemory final : public average::OtherMemory {
   }
 
   nb::object memory_;
+};
+
+template <class Fn>
+auto in_python(Fn fn) {
+  const nb::gil_scoped_acquire gil;
+  try {
+    return fn();
+  } catch (nb::python_error& raised) {
+    throw_if_ours(raised);
+    if (!raised.matches(PyExc_Exception)) interrupt(std::move(raised));
+    throw Raised(std::move(raised));
+  }
+}
+
+/// Calls the Swap of python/shardow/averages/swap.py, which is borrowed.
+class PythonWeights final : public average::WeightsMemory {
+ public:
+  explicit PythonWeights(nb::handle swap) : swap_(swap) {}
+
+  std::vector<TensorView> places(bool strict) override {
+    return in_python([&] { return nb::cast<std::vector<TensorView>>(swap_.attr("places")(strict)); });
+  }
+  void exchange(const std::function<void()>& writes, Deadline deadline) override {
+    in_python([&] { swap_.attr("exchange")(writes, seconds_left(deadline)); });
+  }
+  void scatter() override {
+    in_python([&] { swap_.attr("scatter")(); });
+  }
+  void written() override {
+    in_python([&] { swap_.attr("written")(); });
+  }
+
+ private:
+  nb::handle swap_;
+};
+
+/// nanobind copies what seems to be copied, as a vector of what can't be does.
+struct PreparedSwap {
+  explicit PreparedSwap(average::SwapRecord made) : record(std::move(made)) {}
+  PreparedSwap(PreparedSwap&&) = default;
+
+  average::SwapRecord record;
 };
 
 nb::dict stats_dict(const Average& average) {
@@ -190,6 +235,12 @@ void bind_average(nb::module_& m) {
           nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a,
           "start_step"_a, "seed"_a, "num_threads"_a, "overlap"_a = false, "keep_values"_a = false,
           "ring_bytes"_a = AverageOptions{}.ring_bytes);
+  nb::class_<average::SwapRanks>(m, "SwapRanks", "Ranks that swap; `divided`: replicas own parts of others' weights.")
+      .def(nb::new_([](Group& group, bool divided, double timeout, std::string whose) {
+             return average::SwapRanks{&group, divided, milliseconds(timeout), std::move(whose)};
+           }),
+           "group"_a, "divided"_a, "timeout"_a, "whose"_a, nb::keep_alive<0, 1>());
+  nb::class_<PreparedSwap>(m, "PreparedSwap", "A swap that has all its memory, and has changed nothing.");
   nb::class_<Average>(m, "Average",
                       "Exponential moving averages of the parameters that this rank holds, in the caller's memory.")
       .def(
@@ -198,8 +249,8 @@ void bind_average(nb::module_& m) {
              const AverageOptions& options, nb::object other) {
             std::shared_ptr<average::OtherMemory> memory;
             if (!other.is_none()) memory = std::make_shared<PythonMemory>(std::move(other));
-            new (self) Average(Driver::make(std::move(parameters), std::move(averages), options, std::move(memory)));
-            Driver::abandon_swap(*self);  // Python gives memory back in any order
+            new (self) Average(Inside::make(std::move(parameters), std::move(averages), options, std::move(memory)));
+            Inside::of(*self).abandoned = true;  // Python gives memory back in any order
           },
           "parameters"_a, "averages"_a, "options"_a, "other"_a = nb::none(),
           "`other`: what does the work on views of the device \"other\"")
@@ -250,21 +301,39 @@ void bind_average(nb::module_& m) {
       .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(),
            "Copies the bound parameters into every average.")
       .def(
-          "swap_in",
+          "prepare_swap",
           [](Average& self, size_t k, const std::vector<TensorView>& weights) {
-            weights.empty() ? self.swap_in(k) : self.swap_in(weights, k);
+            auto& inside = Inside::of(self);
+            return PreparedSwap(inside.prepare_swap(weights.empty() ? inside.whole() : std::span(weights), k));
           },
           "k"_a, "weights"_a = std::vector<TensorView>(), nb::call_guard<nb::gil_scoped_release>(),
-          "Exchanges averages and weights, by default the bound ones; take_back() and settle() undo it.")
-      .def("share", &Driver::share, "Before memory that other replicas own is overwritten with averages.")
+          "Of the k-th averages and weights, by default the bound ones. Step 1 of src/average/swap.cc, on this rank.")
       .def(
-          "take_back", [](Average& self, const std::vector<TensorView>& weights) { Driver::take_back(self, weights); },
-          "weights"_a = std::vector<TensorView>(), nb::call_guard<nb::gil_scoped_release>(),
-          "What this rank owns of the weights, from whatever point the swap has reached; `weights`: where they moved.")
-      .def("settle", &Driver::settle, "All of the weights are back.")
+          "swap_in",
+          [](Average& self, PreparedSwap& prepared, nb::handle memory, const average::SwapRanks& ranks) {
+            PythonWeights weights(memory);
+            const nb::gil_scoped_release release;
+            Inside::of(self).enter_swap(std::move(prepared.record), weights, ranks);
+          },
+          "prepared"_a, "memory"_a, "ranks"_a, "Its steps 2 to 4. Where it raises, swap_out() comes next. Collective.")
+      .def(
+          "swap_out",
+          [](Average& self, nb::handle memory, const average::SwapRanks& ranks, std::string call, std::string error,
+             bool enters, bool restores, bool strict) {
+            PythonWeights weights(memory);
+            const nb::gil_scoped_release release;
+            Inside::of(self).leave_swap({std::move(call), std::move(error), enters, restores, strict}, weights, ranks);
+          },
+          "memory"_a, "ranks"_a, "call"_a, "error"_a = "", "enters"_a = false, "restores"_a = false, "strict"_a = true,
+          "Its steps 5 to 8, from whatever point the swap has reached. `error`: what ended the block, or as it "
+          "`enters`. Collective.")
       .def_prop_ro(
-          "swap_is_shared", [](const Average& self) { return Driver::swap_state(self).shared; },
-          "Parts that other replicas own may hold averages: the way back needs those replicas.")
+          "why_swapped",
+          [](const Average& self) {
+            const auto& swap = Inside::of(self).swap;
+            return to_text(swap ? swap->why : std::string());
+          },
+          "Why the averages are still in the weights' memory though swap_out() was called; else empty.")
       .def_prop_ro("swapped", &Average::swapped)
       .def("stats", &stats_dict)
       .def(
@@ -305,16 +374,20 @@ void bind_average(nb::module_& m) {
             average::Counters counters;
             {
               const nb::gil_scoped_release release;
-              counters = Driver::counters(self);
+              const auto look = Inside::of(self).look();
+              counters = Inside::of(self).counters;
             }
             return std::tuple(counters.step, counters.updates, counters.applied_step, counters.applied_samples);
           },
           "(steps counted, updates applied, the step of the last that changed the averages, samples by then), without "
           "waiting.")
-      .def("samples_by", &Driver::samples_by, "batch"_a,
-           "Training samples seen at the next step, where each one since the last update had `batch` of them.")
-      .def("restart", &Driver::restart, nb::call_guard<nb::gil_scoped_release>(),
-           "reset(), at step 0, with nothing counted.");
+      .def(
+          "samples_by", [](const Average& self, double batch) { return Inside::of(self).counters.samples_by(batch); },
+          "batch"_a,
+          "Training samples seen at the next step, where each one since the last update had `batch` of them.")
+      .def(
+          "restart", [](Average& self) { Inside::of(self).restart(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "reset(), at step 0, with nothing counted.");
   m.def("cuda_available", &kernels::cuda::available, "True if a CUDA device answers.");
   m.def(
       "cuda_compiler",

@@ -24,6 +24,10 @@ inline std::chrono::steady_clock::time_point in_seconds(double seconds) {
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
 }
 
+inline double seconds_left(std::chrono::steady_clock::time_point deadline) {
+  return std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count();
+}
+
 /// Python that the engine calls: its exception is raised on this rank, and is all ranks' error. It goes on where this
 /// was made: what it opens may outlive the operation, whose calls do not.
 class Callbacks {

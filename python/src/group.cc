@@ -25,10 +25,6 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-double seconds_left(Deadline deadline) {
-  return std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count();
-}
-
 template <class Fn>
 auto in_python(Fn fn) {
   const nb::gil_scoped_acquire gil;
@@ -201,11 +197,8 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("size", &Group::size)
       .def(
           "begin",
-          [](Group& group, const std::string& call, double timeout, bool begun) {
-            static_cast<group::StoreGroup&>(group).begin(call, milliseconds(timeout), begun);
-          },
-          "call"_a, "timeout"_a, "begun"_a = false,
-          "The next round is `call`'s first, or of one that all have `begun`; rounds after it are its later steps.")
+          [](Group& group, const std::string& call, double timeout) { group.begin(call, milliseconds(timeout)); },
+          "call"_a, "timeout"_a, "The next round is `call`'s first; rounds after it are its later steps.")
       .def("all_gather", &all_gather, "mine"_a, "timeout"_a, "Every rank's bytes, by rank. Collective.")
       .def("decide", &decide, "mine"_a, "weigh"_a, "timeout"_a,
            "What weigh() makes, on one rank, of all ranks' bytes: (bytes for all, bytes for each rank, or none). "

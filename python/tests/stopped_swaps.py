@@ -31,7 +31,7 @@ Tensors = dict[str, torch.Tensor]
 
 HOME = str(Path(shardow.__file__).parent)
 EVERY = bool(os.environ.get("SHARDOW_ALL"))
-STRIDE = 1 if EVERY else 41
+STRIDE = 1 if EVERY else 29
 OFTEN = 3
 TIMEOUT = 3.0
 LATE = TIMEOUT + 2.0

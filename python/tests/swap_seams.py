@@ -12,7 +12,7 @@ run = HOOKS.run
 run_in_new_processes = HOOKS.run_in_new_processes
 
 #: Lines of shardow's that a call runs before signals are deferred.
-LINES_BEFORE_DEFERRAL = {"block": 6, "swap_in": 4, "end of block": 5, "swap_out": 4, "restore": 6}
+LINES_BEFORE_DEFERRAL = {"block": 6, "swap_in": 4, "end of block": 5, "swap_out": 4, "restore": 4}
 
 
 @contextmanager

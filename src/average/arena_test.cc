@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "average/driver.h"
+#include "average/plan.h"
 
 namespace shardow::average {
 namespace {

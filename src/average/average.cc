@@ -160,6 +160,14 @@ void Average::set_state(std::string_view json, OptionsFrom options) {
   impl_->set_state(state, options);
 }
 
+void Average::Impl::restart() {
+  const auto restarts = use("restart()");
+  reset();
+  read_counts();
+  counters = {};
+  met.reset();
+}
+
 void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
   if (from == OptionsFrom::kFile) {
     AverageOptions merged = average::with_options_of(state.options, options);

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "average/checks.h"
-#include "average/driver.h"
 #include "average/impl.h"
+#include "average/plan.h"
 #include "average/replicas.h"
 #include "base/errors.h"
 #include "tensor/dtype.h"

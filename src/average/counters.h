@@ -17,6 +17,12 @@ struct Counters {
   int64_t applied_step = 0;  // the step of the last update that changed the averages
   double applied_samples = 0;
   int64_t held_non_finite = 0;
+
+  /// Training samples seen at the next step, where each one since the last that changed the averages has `batch` of
+  /// them.
+  double samples_by(double batch) const noexcept {
+    return applied_samples + batch * static_cast<double>(step + 1 - applied_step);
+  }
 };
 
 /// What a saved state says: counters, and of the options those that decide numbers (schedules, dtype, rule, rounding,

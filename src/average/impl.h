@@ -12,8 +12,7 @@
 #include "average/offload.h"
 #include "average/one_user.h"
 #include "average/other_memory.h"
-#include "average/replicas.h"
-#include "average/ring_swap.h"
+#include "average/swap.h"
 #include "base/worker.h"
 #include "kernels/memory.h"
 #include "shardow/average.h"
@@ -43,21 +42,8 @@ struct Average::Impl {
   };
   Bound bound;
 
-  /// A swap from its first exchange to its end. Invariant: the parts of weights[0] to weights[exchanged - 1] hold
-  /// averages, and what was there lies in the average's memory or in `kept`; the others hold weights. What goes through
-  /// a ring is exchanged as far as its RingSwap says.
-  struct Swap {
-    size_t k;                              // which averages are in the weights' memory
-    std::vector<TensorView> whole;         // the weights' memory, with the parts that other replicas own
-    std::vector<TensorView> weights;       // this rank's parts of it; parallel to parts
-    std::vector<kernels::Memory> kept;     // parallel to parts: weights whose dtype does not swap in place, else empty
-    std::vector<average::RingSwap> rings;  // of consecutive weights on a device whose averages are on the host
-    std::optional<average::ReplicaExchange> exchange = std::nullopt;  // of replicas
-    size_t exchanged = 0;
-    bool shared = false;
-  };
-  std::optional<Swap> swap;
-  bool abandoned = false;  // the end leaves a swap where it stands
+  std::optional<average::SwapRecord> swap;
+  bool abandoned = false;  // the end leaves a swap where it stands: the weights' memory is not touched
 
   std::optional<Error> torn;  // why the averages are those of no update; until reset()
 
@@ -104,9 +90,16 @@ struct Average::Impl {
   std::vector<TensorView> divide(std::span<const TensorView> views) const;
   void swap_in(std::span<const TensorView> weights, size_t k);
   void swap_out();
-  void take_back(std::span<const TensorView> weights);
+  void restart();  ///< reset(), at step 0, with nothing counted or noted; options stay
+
+  // A swap in steps, for callers whose memory moves and whose ranks say why they leave.
+  average::SwapRecord prepare_swap(std::span<const TensorView> weights, size_t k);
+  void enter_swap(average::SwapRecord prepared, average::WeightsMemory& memory, const average::SwapRanks& ranks);
+  void leave_swap(const average::Leaving& leaving, average::WeightsMemory& memory, const average::SwapRanks& ranks);
 
  private:
+  class OwnMemory;
+  average::SwapRanks swap_ranks() const;
   UpdateReport begin_update(std::optional<int64_t> step, double samples, std::span<const Factors> given, Launch launch);
   int64_t next_step(std::optional<int64_t> step) const;
   bool copies_at(int64_t step) const;
@@ -128,12 +121,18 @@ struct Average::Impl {
   void hold(const average::NonFiniteCount& count, int64_t step);
   void add(average::NonFiniteCount& count, const average::NonFiniteCount& more) const;
   size_t part_of(const void* element) const;
-  Swap prepare_swap(std::span<const TensorView> weights, size_t k) const;
+  average::Ends leave_alone(const average::Leaving& leaving, average::WeightsMemory& memory,
+                            const average::SwapRanks& ranks);
+  average::Ends leave_together(const average::Leaving& leaving, average::WeightsMemory& memory,
+                               const average::SwapRanks& ranks);
+  void put_back(std::span<const TensorView> places, average::WeightsMemory& memory);
+  void take_back(std::span<const TensorView> places, average::WeightsMemory& memory);
+  void finish(average::WeightsMemory& memory);
+  [[noreturn]] void stay(const average::Leaving& leaving, const Error& error);
   void exchange_in();
   void exchange_out();
   void exchange(size_t first, size_t end, kernels::Direction direction);
   bool swap_together(size_t i, size_t other) const;
-  void undo_swap_in() noexcept;
   average::RingSwap::Tensors through_ring() const;
 
   // An update in the background, from begin_background() to the wait() that ends it. While the worker is busy it writes
@@ -151,6 +150,18 @@ struct Average::Impl {
   int64_t unreported_ = 0;  // NaN and Inf that updates in the background met, until a report tells of them
   std::unique_ptr<base::ThreadPool> background_pool_;  // null where nothing is done in the background, as the next one
   std::unique_ptr<base::Worker> worker_;               // the last member: ends first
+};
+
+/// The inside of an Average, for faces whose framework moves replicas' memory, frees weights as it likes and looks on
+/// without waiting: Python's.
+struct average::Inside {
+  static Average::Impl& of(const Average& average) noexcept { return *average.impl_; }
+
+  /// Takes views that the caller needs no more, of which a million are 100 MB. `other` works on those that are kOther.
+  static Average make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages,
+                      AverageOptions options, std::shared_ptr<OtherMemory> other) {
+    return {std::move(weights), std::move(averages), std::move(options), std::move(other)};
+  }
 };
 
 }  // namespace shardow

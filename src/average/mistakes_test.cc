@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "average/average_fixture.h"
-#include "average/driver.h"
+#include "average/impl.h"
 #include "base/worker.h"
 #include "shardow/average.h"
 
@@ -84,7 +84,7 @@ TEST(Mistakes, ASwapThatIsAbandonedLeavesTheWeightsMemoryAlone) {
   auto p = std::make_unique<OwnTensor>("p", columns(), 1);
   Average ema(std::vector{p->view}, with_decay(0.5));
   ema.swap_in();
-  average::Driver::abandon_swap(ema);
+  average::Inside::of(ema).abandoned = true;
   p.reset();  // the sanitizer would see it touched
 }
 
@@ -123,10 +123,8 @@ TEST(Mistakes, TwoThreadsAtOnceAreToldSoWhicheverCallTheyMake) {
       [&] { ema.views(); },
       [&] { ema.finish_reading(); },
       [&] { ema.set_state("{}"); },
-      [&] { average::Driver::share(ema); },
-      [&] { average::Driver::take_back(ema, views); },
-      [&] { average::Driver::settle(ema); },
-      [&] { average::Driver::restart(ema); },
+      [&] { average::Inside::of(ema).prepare_swap(views, 0); },
+      [&] { average::Inside::of(ema).restart(); },
       [&] { ema.non_finite(); },
   };
   // The other thread may not have come to its call yet: a bind() of what is bound does no harm, and tells.

@@ -62,4 +62,11 @@ std::vector<kernels::Chunk> make_runs(const RunCutter& cutter, std::span<const k
 /// The same chunks always give the same shares: an owner keeps its part of the averages in its cache.
 std::vector<size_t> partition(std::span<const kernels::Chunk> chunks, int parts);
 
+/// Bytes from one average's first byte to the next one's, for averages of `bytes` each (a multiple of 64) on a CPU.
+///
+/// Streams whose addresses agree modulo 64 MiB, to within about 8 MiB, were measured to run at a third of the speed of
+/// others (docs/architecture.md), so large averages are spread evenly over that period. What lies between them is never
+/// touched: address space, not memory.
+int64_t arena_stride(int64_t bytes, int num_averages);
+
 }  // namespace shardow::average

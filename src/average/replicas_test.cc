@@ -251,6 +251,8 @@ TEST(ReplicasThatFail, AndDieLeaveTheOthersTheirOwnParts) {
     EXPECT_TRUE(throws([&] { replica.ema.swap_in(); }));
     EXPECT_TRUE(replica.ema.swapped());
     EXPECT_TRUE(throws([&] { replica.ema.swap_out(); }));
+    EXPECT_TRUE(replica.ema.swapped());
+    { const Average ended = std::move(replica.ema); }
     const Box own = Region::whole({100}).part(group.rank(), kRanks).boxes()[0];
     const auto begin = own.offsets[0], end = begin + own.sizes[0];
     EXPECT_TRUE(std::equal(replica.f32.begin() + begin, replica.f32.begin() + end, before.begin() + begin));

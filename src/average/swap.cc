@@ -1,29 +1,43 @@
-// A swap is a transaction whose record, Impl::Swap, is written after each step, so that the way back is a function of
+// A swap is a transaction whose record, SwapRecord, is written after each step, so that the way back is a function of
 // the record alone:
-//   1. memory for all that is kept aside; replicas agree that everybody is here and has it
+//   1. a round: all are ready, and have the memory for all that is kept aside
 //   2. own parts exchange in place, one view after the other, on a device as many as a launch takes; where dtypes
-//   forbid it, the weights are kept aside and receive converted
-//      averages; replicas agree that all of them have
-//   3. `shared` is set, and replicas send each other the parts that they own, so that everybody has the whole averages.
-//   Nothing of a
-//      rank's own can fail here, and a round fails for all: so all of them go on, or all go back
-// The way back is 2 reversed, from the last view exchanged, then, where `shared`, 3: replicas' weights are equal, so
-// the owner's part restores everybody's. It can be stopped between any two steps too, and is taken up where it stands.
-// A failure of 2 or 3 takes it at once.
+//   forbid
+//      it, the weights are kept aside and receive converted averages
+//   3. where replicas divide, a round: all of them have. A rank that failed has all of them go back
+//   4. where replicas divide, `shared` is set, and they send each other the parts that they own
+//   --- the averages are in the weights' memory ---
+//   5. a round: each rank says how it fared, and whether it needs parts that others own. All of them wait, until the
+//      deadline. Without replicas step 6 comes first, and a rank that failed tells the others without waiting
+//   6. own parts are taken back, from the last view exchanged, wherever the weights lie by now
+//   7. where anybody has shared, a round: all have taken theirs back
+//   8. replicas send each other their parts again: their weights are equal, so the owner's part restores those of all
+// What stops it between any two steps does not matter: the way back goes on from what the record says. A failure of 2
+// to 4 takes it at once.
+#include "average/swap.h"
+
 #include <algorithm>
+#include <exception>
+#include <utility>
 
 #include "average/checks.h"
 #include "average/impl.h"
-#include "average/replicas.h"
-#include "average/ring_swap.h"
 #include "base/errors.h"
 #include "base/turns.h"
-#include "group/agree.h"
+#include "group/collective_call.h"
+#include "group/facts.h"
 #include "group/ranks.h"
+#include "group/rounds.h"
+#include "group/wire.h"
 #include "tensor/dtype.h"
 
 namespace shardow {
 
+using average::Ends;
+using average::Leaving;
+using average::SwapRanks;
+using average::SwapRecord;
+using average::WeightsMemory;
 using base::fail;
 using kernels::Direction;
 using kernels::Memory;
@@ -38,6 +52,62 @@ TensorView memory_as(const TensorView& view, const Memory& memory) {
 
 void step_done() {
   if (average::swap_seam != nullptr) average::swap_seam();
+}
+
+/// Returns an exception of this rank as an error of all ranks.
+Error error_of(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::exception& error) {
+    return {Code::kInternal, error.what()};
+  } catch (...) {
+    return {Code::kInternal, "interrupted"};
+  }
+}
+
+Ends ends_of(const std::string& words) {
+  if (words.empty()) return {};
+  group::Receiver in(words);
+  const bool shared = in.number() != 0, refused = in.number() != 0;
+  return {shared, refused, in.text()};
+}
+
+group::Ranks::Decision sum_up(const std::vector<std::string>& by_rank) {
+  constexpr size_t kMostNamed = 8;
+  Ends all;
+  std::vector<std::string> failures;
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    const auto [shared, refused, did] = ends_of(by_rank[rank]);
+    if (refused && !all.refused) failures.clear();
+    if (!did.empty() && failures.size() < kMostNamed && refused >= all.refused)
+      failures.push_back(fmt::format("rank {} {}", rank, did));
+    all.shared |= shared;
+    all.refused |= refused;
+  }
+  return {group::numbers_and_text({all.shared, all.refused}, fmt::format("{}", fmt::join(failures, "; ")))};
+}
+
+/// Step 5. `failure`: what ended this rank's block, or why it can't put its weights back, which `refuses` says. A rank
+/// that restores meets those that were leaving: they learn that they have to as well, and come once more.
+Ends meet(const Leaving& leaving, const SwapRanks& ranks, bool shared, const std::string& failure, bool refuses) {
+  if (ranks.group == nullptr || ranks.group->size() == 1) return {};
+  group::Ranks& rounds = group::ranks_of(*ranks.group);
+  const std::string call = leaving.call + ranks.whose;
+  const std::string did = failure.empty() ? "" : "left swapped() with " + failure;
+  const std::string own = shared || !did.empty() ? group::numbers_and_text({shared, refuses}, did) : "";
+  const Deadline deadline = ranks.divided || failure.empty() ? base::after(ranks.timeout) : base::now();
+  for (bool again = leaving.restores;; again = false) {
+    leaving.restores ? rounds.begin(call, ranks.timeout) : rounds.begin_together(call, ranks.timeout, did);
+    try {
+      return ends_of(rounds.decide(own, sum_up, deadline).common);
+    } catch (const Error& error) {
+      if (!ranks.divided && !failure.empty()) return {};  // the others need not have come
+      const bool others_leave = std::string_view(error.what()).find("calls leaving swapped()") != std::string::npos;
+      if (!again || error.code() != Code::kInvalidArgument || !others_leave) throw;
+    }
+  }
 }
 
 }  // namespace
@@ -78,51 +148,70 @@ bool Average::swapped() const noexcept {
   return impl_->swap.has_value();
 }
 
+/// Weights of C++, at the addresses that they were swapped at.
+class Average::Impl::OwnMemory final : public WeightsMemory {
+ public:
+  explicit OwnMemory(Impl& ema) : ema_(ema) {}
+
+  /// A rank whose own swap failed early is needed by those that went on.
+  std::vector<TensorView> places(bool /*strict*/) override {
+    if (!ema_.swap && ema_.options.replicas != nullptr) own_.emplace(*ema_.options.replicas, ema_.whole());
+    return {};
+  }
+
+  void exchange(const std::function<void()>& writes, Deadline deadline) override {
+    writes();
+    if (ema_.swap) return ema_.swap->exchange->run(*ema_.options.replicas, ema_.swap->whole, deadline);
+    own_->run(*ema_.options.replicas, ema_.whole(), deadline);
+  }
+
+ private:
+  Impl& ema_;
+  std::optional<average::ReplicaExchange> own_;
+};
+
+SwapRanks Average::Impl::swap_ranks() const {
+  return {options.replicas, options.replicas != nullptr, options.timeout};
+}
+
 void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
-  const Deadline deadline = base::after(options.timeout);
-  std::optional<Swap> prepared;
-  const auto prepare = [&] {
-    if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
-    average::check_swappable(whole(), weights);
-    wait();
-    if (swap) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, swap->k);
-    prepared = prepare_swap(weights, k);
-  };
+  std::optional<SwapRecord> prepared;
   if (options.replicas != nullptr) {
     options.replicas->begin("swap_in()", options.timeout);
     std::optional<group::EqualFacts> facts;
     group::CollectiveCall(*options.replicas, options.timeout).compare([&] {
-      prepare();
+      prepared = prepare_swap(weights, k);
       return group::Comparisons{&facts.emplace("swap_in()", average::swap_facts(k, counters.updates, weights))};
     });
   } else {
-    prepare();
+    prepared = prepare_swap(weights, k);
   }
-  swap = std::move(prepared);
+  OwnMemory memory(*this);
   try {
-    if (options.replicas == nullptr) return exchange_in();
-    agree(*options.replicas, deadline, [&] { exchange_in(); });
-    swap->shared = true;
-    swap->exchange->run(*options.replicas, swap->whole, deadline);
+    enter_swap(std::move(*prepared), memory, swap_ranks());
   } catch (...) {
-    undo_swap_in();
-    throw;
+    const std::exception_ptr first = std::current_exception();
+    try {
+      leave_swap({"swap_in()", error_of(first).what(), true}, memory, swap_ranks());
+    } catch (...) {  // the record stays, and swap_out() goes on from it; the first failure is the one to tell
+    }
+    std::rethrow_exception(first);
   }
 }
 
-/// Where that fails too, the record stays, and swap_out() goes on from it; the first failure is the one to tell.
-void Average::Impl::undo_swap_in() noexcept {
-  try {
-    exchange_out();
-    if (swap->shared) swap->exchange->run(*options.replicas, swap->whole, base::after(options.timeout));
-    swap.reset();
-  } catch (...) {
-  }
+void Average::Impl::swap_out() {
+  OwnMemory memory(*this);
+  leave_swap({"swap_out()"}, memory, swap_ranks());
 }
 
-/// All memory that a swap needs.
-Average::Impl::Swap Average::Impl::prepare_swap(std::span<const TensorView> weights, size_t k) const {
-  Swap prepared{k, {weights.begin(), weights.end()}, divide(weights), std::vector<Memory>(weights.size()), {}};
+/// Step 1, on this rank: all that could be refused, and all memory.
+SwapRecord Average::Impl::prepare_swap(std::span<const TensorView> weights, size_t k) {
+  const auto prepares = use("swap_in()");
+  if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
+  average::check_swappable(whole(), weights);
+  wait();
+  if (swap) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, swap->k);
+  SwapRecord prepared{k, {weights.begin(), weights.end()}, divide(weights), std::vector<Memory>(weights.size())};
   if (options.replicas != nullptr) prepared.exchange.emplace(*options.replicas, weights);
   for (size_t i = 0; i < weights.size(); ++i) {
     const TensorView& part = prepared.weights[i];
@@ -139,6 +228,128 @@ Average::Impl::Swap Average::Impl::prepare_swap(std::span<const TensorView> weig
     if (on_ring(first)) prepared.rings.emplace_back(ring_of(index), prepared.weights, first, end);
   }
   return prepared;
+}
+
+/// Steps 2 to 4.
+void Average::Impl::enter_swap(SwapRecord prepared, WeightsMemory& memory, const SwapRanks& ranks) {
+  swap = std::move(prepared);
+  const auto exchange_own = [&] {
+    const auto use = this->use("swap_in()");
+    exchange_in();
+    memory.scatter();
+  };
+  if (ranks.divided) {
+    agree(*ranks.group, base::after(ranks.timeout), exchange_own);
+    swap->entered = true;
+    memory.exchange([&] { swap->shared = true; }, base::after(ranks.timeout));
+  } else {
+    exchange_own();
+  }
+  memory.written();
+}
+
+/// Steps 5 to 8. Replicas that go back from step 3 do so together, and have no more to tell each other.
+void Average::Impl::leave_swap(const Leaving& leaving, WeightsMemory& memory, const SwapRanks& ranks) {
+  const bool from_step_3 = leaving.enters && !(swap && swap->entered);
+  const Ends ends =
+      ranks.divided && !from_step_3 ? leave_together(leaving, memory, ranks) : leave_alone(leaving, memory, ranks);
+  if (leaving.error.empty() && !ends.failures.empty())
+    throw Error(Code::kPeerFailed, ends.failures + ". The weights are back on this rank");
+}
+
+average::Ends Average::Impl::leave_alone(const Leaving& leaving, WeightsMemory& memory, const SwapRanks& ranks) {
+  std::exception_ptr refusal;
+  std::string failure = leaving.error;
+  try {
+    if (swap) put_back(memory.places(leaving.strict), memory);
+  } catch (const group::Interruption&) {
+    throw;
+  } catch (...) {
+    refusal = std::current_exception();
+    const std::string why = error_of(refusal).what();
+    if (swap) swap->why = why;
+    if (failure.empty()) failure = why;
+  }
+  Ends ends;
+  if (!ranks.divided && !leaving.restores) ends = meet(leaving, ranks, false, failure, false);
+  if (refusal) std::rethrow_exception(refusal);
+  return ends;
+}
+
+average::Ends Average::Impl::leave_together(const Leaving& leaving, WeightsMemory& memory, const SwapRanks& ranks) {
+  std::vector<TensorView> places;
+  std::optional<Error> refusal;
+  try {
+    places = memory.places(leaving.strict);
+  } catch (const group::Interruption&) {
+    throw;
+  } catch (...) {
+    refusal = error_of(std::current_exception());
+  }
+  const bool shared = swap && swap->shared;
+  Ends ends;
+  try {
+    ends = meet(leaving, ranks, shared, refusal ? refusal->what() : leaving.error, refusal.has_value());
+  } catch (const Error& missing) {
+    if (shared) stay(leaving, missing);
+    put_back(places, memory);
+    throw;
+  }
+  if (ends.refused) stay(leaving, refusal ? *refusal : Error(Code::kPeerFailed, ends.failures));
+  if (!ends.shared) {
+    put_back(places, memory);
+    return ends;
+  }
+  try {
+    agree(*ranks.group, base::after(ranks.timeout), [&] { take_back(places, memory); });
+    memory.exchange([] {}, base::after(ranks.timeout));
+    finish(memory);
+  } catch (const Error& lost) {
+    if (swap) stay(leaving, lost);
+    throw;
+  }
+  return ends;
+}
+
+/// Why the averages are still in the weights' memory, if they are, though the swap was left.
+void Average::Impl::stay(const Leaving& leaving, const Error& error) {
+  const std::string text = error.what();
+  const std::string why = text.starts_with(leaving.call) ? text : fmt::format("{}: {}", leaving.call, text);
+  if (swap) swap->why = why;
+  throw Error(error.code(), why, error.os_errno());
+}
+
+/// Step 6, where no other rank is needed.
+void Average::Impl::put_back(std::span<const TensorView> places, WeightsMemory& memory) {
+  if (!swap) return;
+  take_back(places, memory);
+  finish(memory);
+}
+
+/// All of the weights are back.
+void Average::Impl::finish(WeightsMemory& memory) {
+  memory.written();
+  step_done();
+  swap.reset();
+}
+
+/// `places` differ from what was swapped in by its addresses and streams; empty: nothing has moved.
+void Average::Impl::take_back(std::span<const TensorView> places, WeightsMemory& memory) {
+  if (!swap) return;
+  const auto use = this->use("swap_out()");
+  if (!places.empty()) {
+    average::check_swappable(whole(), places);
+    std::vector<TensorView> all(places.begin(), places.end()), own = divide(places);
+    for (size_t i = 0; i < own.size(); ++i) {
+      if (own[i].dtype == swap->weights[i].dtype) continue;
+      fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were swapped in", own[i].name,
+           dtype_name(own[i].dtype), dtype_name(swap->weights[i].dtype));
+    }
+    swap->whole.swap(all);
+    swap->weights.swap(own);
+  }
+  exchange_out();
+  memory.scatter();
 }
 
 average::RingSwap::Tensors Average::Impl::through_ring() const {
@@ -211,41 +422,6 @@ bool Average::Impl::swap_together(size_t i, size_t other) const {
 void Average::Impl::exchange(size_t first, size_t end, Direction direction) {
   const std::span<const TensorView> weights = swap->weights, averaged = averages[swap->k];
   average::swap(weights.subspan(first, end - first), averaged.subspan(first, end - first), direction, *pool);
-}
-
-void Average::Impl::swap_out() {
-  const Deadline deadline = base::after(options.timeout);
-  bool shared = swap && swap->shared;
-  if (options.replicas != nullptr) {
-    options.replicas->begin("swap_out()", options.timeout);
-    const auto shared_by_any = [](const auto&) { return group::Ranks::Decision{"1"}; };
-    // A rank whose own swap failed early is needed by those that went on.
-    group::Ranks& replicas = group::ranks_of(*options.replicas);
-    shared = !replicas.decide(shared ? "1" : "", shared_by_any, deadline).common.empty();
-  }
-  if (swap) exchange_out();
-  step_done();
-  if (shared && options.replicas != nullptr) {
-    if (swap) swap->exchange->run(*options.replicas, swap->whole, deadline);
-    if (!swap) average::ReplicaExchange(*options.replicas, whole()).run(*options.replicas, whole(), deadline);
-  }
-  step_done();
-  swap.reset();
-}
-
-/// `moved` may differ from what was swapped in by its addresses and streams; empty: nothing has moved.
-void Average::Impl::take_back(std::span<const TensorView> moved) {
-  if (!swap) return;
-  if (moved.empty()) return exchange_out();
-  std::vector<TensorView> all(moved.begin(), moved.end()), own = divide(moved);
-  for (size_t i = 0; i < own.size(); ++i) {
-    if (own[i].dtype == swap->weights[i].dtype) continue;
-    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were swapped in", own[i].name,
-         dtype_name(own[i].dtype), dtype_name(swap->weights[i].dtype));
-  }
-  swap->whole.swap(all);
-  swap->weights.swap(own);
-  exchange_out();
 }
 
 }  // namespace shardow

@@ -57,8 +57,12 @@ class OwnStoreGroup final : public StoreGroup {
 
 namespace group {
 
-void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout, bool begun) {
-  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), !begun};
+void StoreGroup::begin(std::string_view call, std::chrono::milliseconds timeout) {
+  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), true};
+}
+
+void StoreGroup::begin_together(std::string_view call, std::chrono::milliseconds timeout, std::string_view did) {
+  call_ = {std::string(call), std::chrono::duration<double>(timeout).count(), false, std::string(did)};
 }
 
 std::vector<std::string> StoreGroup::all_gather(std::string_view own, Deadline deadline) {
@@ -107,6 +111,7 @@ Call StoreGroup::next(const std::string& operation) {
   if (call_.name.empty()) return {operation.empty() ? "agree()" : operation, 0, true};
   Call call = call_;
   if (meeting_.names_call && !operation.empty()) call.name += ": " + operation;
+  call_.did.clear();
   if (std::exchange(call_.is_first, false)) call_.name.insert(0, "a later step of ");
   return call;
 }

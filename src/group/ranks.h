@@ -1,6 +1,7 @@
 // Ranks: what the engine asks of a Group, beyond what users do.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <span>
@@ -26,6 +27,12 @@ class Ranks : public Group {
 
   /// Returns what `decide` makes, on any rank, of all ranks' `own`, unless all are empty. All throw what it throws.
   virtual Met decide(std::string_view own, const Decide& decide, Deadline deadline) = 0;
+
+  /// begin() of a call that all have begun, so that who is missing in its first round did not forget it. `did`: what
+  /// ended this rank's work, if anything, for those who come too late.
+  virtual void begin_together(std::string_view call, std::chrono::milliseconds timeout, std::string_view /*did*/) {
+    begin(call, timeout);
+  }
 
   virtual void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) = 0;
 

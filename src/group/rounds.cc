@@ -237,6 +237,8 @@ class Round {
     if (const std::string gone = gone_of(absent); !gone.empty()) return propose(number_, gone);
     const std::string when = call_.timeout > 0 ? fmt::format("within {:g} s", call_.timeout) : "before the deadline";
     const std::string late = fmt::format("{} did not take part {}", named(absent), when);
+    if (!call_.did.empty())
+      return propose(number_, failure(Code::kPeerFailed, fmt::format("rank {} {}", at_.ranks[at_.index], call_.did)));
     const std::string message =
         call_.is_first ? fmt::format(
                              "{} is collective, every rank must call it: {}. Call it on all ranks (not under "

@@ -16,15 +16,13 @@ class StoreGroup : public Ranks {
  public:
   int rank() const noexcept override { return static_cast<int>(meeting_.index); }
   int size() const noexcept override { return static_cast<int>(meeting_.ranks.size()); }
-  void begin(std::string_view call, std::chrono::milliseconds timeout) override { begin(call, timeout, false); }
+  void begin(std::string_view call, std::chrono::milliseconds timeout) override;
+  void begin_together(std::string_view call, std::chrono::milliseconds timeout, std::string_view did) override;
   std::vector<std::string> all_gather(std::string_view own, Deadline deadline) override;
   Met decide(std::string_view own, const Decide& decide, Deadline deadline) override;
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override;
   void send(std::span<const std::byte> bytes, int to, Deadline deadline) override;
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override;
-
-  /// `begun`: by all ranks together, so that who is missing in its first round did not forget it.
-  void begin(std::string_view call, std::chrono::milliseconds timeout, bool begun);
 
   /// Ends the next round for all, since this rank was interrupted in `call`.
   void refuse(const std::string& call);

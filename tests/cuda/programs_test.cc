@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "average/driver.h"
+#include "average/impl.h"
 #include "base/folder_fixture.h"
 #include "fake.h"
 #include "graph_calls.h"
@@ -246,7 +246,7 @@ class Program {
     if (faulty_) return reset();
     const bool restarts = one_in(2);
     for (Average* average : {tested_.get(), oracle_.get()})
-      restarts ? average::Driver::restart(*average) : average->set_state(average->state());
+      restarts ? average::Inside::of(*average).restart() : average->set_state(average->state());
     before_ = fetch(averages_.oracle);
   }
 

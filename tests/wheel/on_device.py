@@ -47,6 +47,19 @@ def bits(dtype: str, seed: int) -> Any:
     return values.astype({"F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype]).view(WIDTHS[dtype])
 
 
+class Still:
+    """Weights that stay where they are, of one rank."""
+
+    def places(self, strict: bool) -> list[Any]:
+        return []
+
+    def scatter(self) -> None:
+        pass
+
+    def written(self) -> None:
+        pass
+
+
 class Training:
     """One weight and its average, each in a place: device, index, stream."""
 
@@ -74,10 +87,10 @@ class Training:
 
     def swapped(self) -> tuple[bytes, bytes]:
         """Returns weights and averages in the middle of a swap."""
-        self.ema.swap_in(0)
+        ranks = _core.SwapRanks(_core.solo(), False, 60.0, "")
+        self.ema.swap_in(self.ema.prepare_swap(0), Still(), ranks)
         middle = (self.weight.tobytes(), self.average.tobytes())
-        self.ema.take_back()
-        self.ema.settle()
+        self.ema.swap_out(Still(), ranks, "swap_out()")
         return middle
 
 

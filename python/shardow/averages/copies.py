@@ -49,7 +49,7 @@ def copy_to(core: Averages, model: nn.Module, decay: object, complete: bool = Tr
 def feed_back(core: Averages, decay: object) -> None:
     """See EMA.feed_back()."""
 
-    def ready() -> None:
+    def ready(k: int) -> int:
         core.swap.ready("feed_back()", writes=True)
         apart = [one.name for one in core.tracked if one.mastered and not one.stretched and core.splits]
         if apart:
@@ -58,6 +58,7 @@ def feed_back(core: Averages, decay: object) -> None:
                 "other parts "
                 "would keep the weights. Give source= stretches that the replicas divide, or replicas='copy'"
             )
+        return k
 
     k = core.ready_to_swap(decay, "feed_back()", ready)
 

@@ -170,10 +170,9 @@ class Averages:
         where = f"at step {step}, {elements} weights on rank {self.ranks.rank}"
         raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
 
-    def ready_to_swap(self, decay: object, what: str, fn: Callable[[], None]) -> int:
-        """together() before weights are overwritten. Returns which average ``decay`` is."""
-        self.together(what, fn, self.asked(decay), overwrites=True)
-        return choose(self.keys, decay)
+    def ready_to_swap(self, decay: object, what: str, fn: Callable[[int], T]) -> T:
+        """together() before weights are overwritten; fn() is told which average ``decay`` is."""
+        return self.together(what, lambda: fn(choose(self.keys, decay)), self.asked(decay), overwrites=True)
 
     def states(self, what: str, facts: Facts) -> _core.EqualStates:
         """Returns the comparison of the averages' states on their ranks."""

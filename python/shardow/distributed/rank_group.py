@@ -4,7 +4,6 @@ missing. And what ranks compare in a step: each rank's words, and on one rank wh
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import instance
-from shardow.distributed.store_group import ANSWER, StoreGroup, store_group
+from shardow.distributed.store_group import StoreGroup, store_group
 from shardow.distributed.transfers import begun, broadcast, carrier, default_timeout, empty, finish
 
 T = TypeVar("T")
@@ -45,11 +44,6 @@ class RankGroup:
         self.timeout = min(timeout if timeout is not None else default_timeout(process_group), 10.0 * 365 * 86400)
         self._joined: tuple[str, Combined] | None = None
 
-    @property
-    def rounds(self) -> int:
-        """In which this rank has met others; the same on every rank after each."""
-        return self.group.rounds if isinstance(self.group, StoreGroup) else 0
-
     def step(self, what: str, prepare: Callable[[], Step[T]], behind: float = 0.0) -> T:
         """Runs prepare() on every rank and returns its value, when all ranks have compared what their steps say.
 
@@ -63,7 +57,7 @@ class RankGroup:
             prepared.append(prepare())
             return [*prepared[0].compared]
 
-        _core.step(self.group, what + self._whose, self.timeout, compared, behind)
+        _core.step(self.group, what + self.whose, self.timeout, compared, behind)
         return prepared[0].value
 
     def agree(self, what: str, fn: Callable[[], T], behind: float = 0.0) -> T:
@@ -80,14 +74,13 @@ class RankGroup:
         return self._joined[1]
 
     @property
-    def _whose(self) -> str:
+    def whose(self) -> str:
+        """What comes behind the names of calls."""
         return f" of {self._joined[0]} {self._joined[1].total.decode()}" if self._joined else ""
 
-    def gather(self, what: str, mine: bytes, patience: float = math.inf) -> list[bytes]:
-        """Every rank's bytes. ``patience``: seconds to wait, in place of the timeout, for ranks that have begun this
-        together; a rank that comes later gets the same error at once."""
-        seconds, begun = min(patience, self.timeout), patience < math.inf
-        return self.verb(what, lambda: self.group.all_gather(mine, seconds), None, begun)
+    def gather(self, what: str, mine: bytes) -> list[bytes]:
+        """Every rank's bytes."""
+        return self.verb(what, lambda: self.group.all_gather(mine, self.timeout))
 
     def combine(self, what: str, own: Callable[[], bytes], join: Join = itemgetter(0)) -> bytes:
         """Returns what ``join()`` makes, on one rank, of what ``own()`` returns on each, by default rank 0's. What
@@ -123,10 +116,10 @@ class RankGroup:
             finish(work, self.timeout, otherwise)
         return moved.to(device)
 
-    def verb(self, what: str, run: Callable[[], T], group: _core.Group | None = None, begun: bool = False) -> T:
+    def verb(self, what: str, run: Callable[[], T], group: _core.Group | None = None) -> T:
         """Returns ``run()``, which makes the rounds of ``what``, with the ranks of ``group``, by default its own.
-        ``begun``: by all of them together, so that who is missing did not forget it. Collective."""
-        (group or self.group).begin(what + self._whose, self.timeout, begun)
+        Collective."""
+        (group or self.group).begin(what + self.whose, self.timeout)
         return run()
 
     def stopped(self, what: str) -> None:
@@ -134,22 +127,7 @@ class RankGroup:
         it there.
         """
         if isinstance(self.group, StoreGroup):
-            self.group.refuse(what + self._whose)
-
-    def note(self, key: str, text: str) -> None:
-        """For ranks that come later; waits for nobody. The first one under a key stays."""
-        self._compare_set(key, "", text)
-
-    def noted(self, key: str) -> str | None:
-        """What note() left, if anything; None where the store does not answer either."""
-        found = self._compare_set(key, "-", "-")  # where a key is not there, a store answers what it is compared with
-        return None if found == "-" else found
-
-    def _compare_set(self, key: str, expected: str, desired: str) -> str | None:
-        """Has some patience with a store that may stand still, since this is no part of a round."""
-        if not isinstance(self.group, StoreGroup):
-            return None
-        return self.group.try_compare_set(f"note/{key}", expected, desired, min(ANSWER, self.timeout / 2))
+            self.group.refuse(what + self.whose)
 
 
 @contextlib.contextmanager

@@ -20,8 +20,7 @@ from small import equal
 from torch import nn
 
 import shardow
-from shardow import errors
-from shardow.averages.swap import Meeting, Status, Swap
+from shardow.averages.swap import Swap
 from shardow.base import signals
 from shardow.compat.causal_forcing import fsdp_state_dict
 from shardow.model import swap_guard
@@ -290,23 +289,6 @@ def test_what_is_written_inside_is_said_and_is_not_in_the_weights(body: Callable
     assert equal(bits(model.named_parameters()), weights)
 
 
-def test_a_rank_that_failed_alone_leaves_its_note_before_others_learn_that_it_did_not_wait() -> None:
-    calls = list[str]()
-
-    class Ranks:
-        size, rank, rounds, timeout = 2, 1, 0, 20.0
-
-        def note(self, *_: object) -> None:
-            calls.append("note")
-
-        def gather(self, *_: object) -> None:
-            calls.append("gather")
-            raise errors.make("timeout", "no other rank has come")
-
-    assert Meeting(Ranks()).tell(Status(shared=False, error="an error")) is None  # type: ignore[arg-type]
-    assert calls[:2] == ["note", "gather"]
-
-
 def test_swap_out_without_swap_in_says_so() -> None:
     _, ema = trained()
     with pytest.raises(ValueError, match="nothing is swapped in"):
@@ -337,13 +319,13 @@ def test_a_swap_that_fails_on_its_way_in_tells_of_no_writes_from_before_it(
         for p in model.parameters():
             p.add_(1)
     weights = bits(model.named_parameters())
-    swap_in = Swap._swap_in
+    scatter = Swap.scatter
 
-    def fails(self: Swap, k: int) -> None:
-        swap_in(self, k)
+    def fails(self: Swap) -> None:
+        monkeypatch.setattr(Swap, "scatter", scatter)
         raise MemoryError
 
-    monkeypatch.setattr(Swap, "_swap_in", fails)
+    monkeypatch.setattr(Swap, "scatter", fails)
     with pytest.raises(MemoryError), ema.swapped():
         pass
     assert equal(bits(model.named_parameters()), weights)

@@ -42,7 +42,7 @@ def test_stopped_anywhere_on_one_rank_the_weights_come_back_on_both_and_all_goes
     (wrong0, points), (wrong1, _) = run(2, stopped, kind, replicas, str(quick_folder), timeout=3000 if EVERY else 400)
     assert wrong0 + wrong1 == []
     assert min(points) > 2, points
-    assert not EVERY or points[0] > 300, points
+    assert not EVERY or (points[0] > 200 and min(points[1::2]) > 25), points  # lines of Python's; the engine's steps
 
 
 def stopped_at_first(kind: str, replicas: str, folder: str) -> list[Any]:

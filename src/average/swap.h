@@ -1,0 +1,76 @@
+// The averages in the weights' memory, and the weights back: one transaction, for C++ and Python. Its numbered steps
+// are those of swap.cc.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "average/replicas.h"
+#include "average/ring_swap.h"
+#include "kernels/memory.h"
+#include "shardow/group.h"
+#include "shardow/tensor_view.h"
+
+namespace shardow::average {
+
+/// The memory of the weights, by its owner: Python, or the caller of C++, whose views stay where they are.
+class WeightsMemory {
+ public:
+  virtual ~WeightsMemory() = default;
+
+  /// Before the way back: where the weights lie by now; empty: where they were swapped. Takes all memory that
+  /// exchange() needs. Throws where a weight has no place any more; not so `strict`, such are left out.
+  virtual std::vector<TensorView> places(bool strict) = 0;
+
+  /// Collective among replicas: what each of them owns goes to all. Calls `writes` before it overwrites what others
+  /// own.
+  virtual void exchange(const std::function<void()>& writes, Deadline deadline) = 0;
+
+  virtual void scatter() {}  ///< own parts were written: copies those that the model has in another order
+  virtual void written() {}  ///< all were written
+};
+
+/// The ranks of a swap. `divided`: replicas own parts of each other's weights.
+struct SwapRanks {
+  Group* group = nullptr;  ///< null: this rank alone
+  bool divided = false;
+  std::chrono::milliseconds timeout{0};
+  std::string whose = {};  ///< behind the names of calls
+};
+
+/// How a rank leaves a swap.
+struct Leaving {
+  std::string call;
+  std::string error = {};  ///< what ended its block; empty: nothing
+  bool enters = false;     ///< it failed on the way in
+  bool restores = false;   ///< restore(): without replicas no other rank learns of it
+  bool strict = true;
+};
+
+/// How all of them leave it.
+struct Ends {
+  bool shared = false, refused = false;  ///< anybody needs parts that others own; can't put its weights back
+  std::string failures = {};             ///< who left with what: why the others don't put theirs back, if any refused
+};
+
+/// A swap from its first exchange to its end: all that is known of it. Invariant: the parts of weights[0] to
+/// weights[exchanged - 1] hold averages, and what was there lies in the average's memory or in `kept`; the others hold
+/// weights. What goes through a ring is exchanged as far as its RingSwap says.
+struct SwapRecord {
+  size_t k;                           // which averages are in the weights' memory
+  std::vector<TensorView> whole;      // the weights' memory, with the parts that other replicas own
+  std::vector<TensorView> weights;    // this rank's parts of it
+  std::vector<kernels::Memory> kept;  // parallel to weights: those whose dtype does not swap in place, else empty
+  std::vector<RingSwap> rings = {};   // of consecutive weights on a device whose averages are on the host
+  std::optional<ReplicaExchange> exchange = std::nullopt;  // of AverageOptions::replicas
+  size_t exchanged = 0;
+  bool entered = false;  // replicas: all have exchanged their own parts
+  bool shared = false;   // parts that other replicas own may hold averages: the way back needs those replicas
+  std::string why = {};  // it is still open though it was left
+};
+
+}  // namespace shardow::average

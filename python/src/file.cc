@@ -33,22 +33,11 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-nb::dict as_dict(const SaveReport& report) {
-  nb::dict result;
-  nb::list files;
-  for (const auto& file : report.files) files.append(nb::str(nb::cast(file)));
-  result["files"] = files;
-  result["bytes_written"] = report.bytes_written;
-  result["seconds"] = report.seconds;
-  return result;
-}
-
 file::Request request_of(std::vector<SaveFile> files, const base::Path& path, const std::optional<std::string>& dtype,
-                         int64_t max_shard_size, bool checksums, const Strings& texts, const std::string& commit) {
+                         int64_t max_shard_size, const Strings& texts, const std::string& commit) {
   auto options = writing<SaveOptions>(dtype, max_shard_size, {}, 0.0, {});
   options.texts = texts;
   options.commit = commit;
-  options.checksums = checksums;
   return {std::move(files), path, std::move(options)};
 }
 
@@ -94,7 +83,7 @@ class Save {
   nb::dict write() {
     SaveReport report;
     callbacks_.run([&] { report = save_->write(); });
-    return as_dict(report);
+    return written(report);
   }
 
  private:
@@ -103,15 +92,12 @@ class Save {
   std::unique_ptr<StagedSave> save_;
 };
 
-/// A PathLock that Python ends.
-class LockedPath {
- public:
-  explicit LockedPath(const base::Path& path) : lock_(std::make_unique<file::PathLock>(path, file::Until())) {}
-  void close() { lock_.reset(); }
-
- private:
-  std::unique_ptr<file::PathLock> lock_;
-};
+void while_locked(const base::Path& path, const nb::callable& work) {
+  const nb::gil_scoped_release release;
+  const file::PathLock lock(path, file::Until());
+  const nb::gil_scoped_acquire gil;
+  work();
+}
 
 nb::list list_of(const std::vector<LoadReport>& reports) {
   nb::list all;
@@ -179,17 +165,11 @@ nb::list load_files(Group& group, const nb::object& steps, bool verify, bool che
 nb::dict tensors_in(const Checkpoint& checkpoint) {
   nb::dict tensors;
   std::map<std::pair<DType, Shape>, nb::object> known;  // one object for all that are alike
-  const file::Entry* last = nullptr;
-  nb::object* described = nullptr;
   for (const file::Stored& stored : file::Inside::of(checkpoint).tensors) {
     const file::Entry& entry = stored.entry;
-    if (last == nullptr || last->dtype != entry.dtype || last->shape != entry.shape) {
-      described = &known[{entry.dtype, entry.shape}];
-      if (!described->is_valid())
-        *described = nb::make_tuple(std::string(dtype_name(entry.dtype)), nb::tuple(nb::cast(entry.shape)));
-      last = &entry;
-    }
-    tensors[nb::cast(entry.name)] = *described;
+    nb::object& form = known[{entry.dtype, entry.shape}];
+    if (!form.is_valid()) form = described(entry.dtype, entry.shape);
+    tensors[nb::cast(entry.name)] = form;
   }
   return tensors;
 }
@@ -203,7 +183,7 @@ void bind_file(nb::module_& m) {
       .def(nb::init<std::string, std::vector<TensorView>, Strings>(), "name"_a, "tensors"_a, "metadata"_a = Strings());
   nb::class_<file::Request>(m, "SaveRequest", "What one rank is asked to save; see include/shardow/checkpoint.h.")
       .def(nb::new_(&request_of), "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0,
-           "checksums"_a = true, "texts"_a = Strings(), "commit"_a = "");
+           "texts"_a = Strings(), "commit"_a = "");
   nb::class_<Save>(
       m, "Save",
       "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
@@ -237,10 +217,10 @@ void bind_file(nb::module_& m) {
         "paths, on rank 0; opened([Checkpoint]), again where one was replaced meanwhile. What one raises on one rank "
         "is raised on all. "
         "Collective.");
-  nb::class_<LockedPath>(m, "LockedPath", "While it is held, no save to a path begins.")
-      .def(nb::init<base::Path>(), "path"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "Raises DeadlineError where a living save holds the path, IoError where the lock's file cannot be made.")
-      .def("close", &LockedPath::close, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "while_locked", &while_locked, "path"_a, "work"_a,
+      "Calls work(), while no save to a path begins. Raises DeadlineError where a living save holds the path, IoError "
+      "where the lock's file cannot be made.");
   m.def("clear_dead_saves", &file::clear_dead, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Removes what saves to a path left whose processes died; raises nothing.");
   m.def(

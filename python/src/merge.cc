@@ -48,8 +48,7 @@ class InParts final : public MergeSource {
 
   nb::dict described() const {
     nb::dict tensors;
-    for (const auto& [name, one] : tensors_)
-      tensors[nb::cast(name)] = nb::make_tuple(std::string(dtype_name(one.first)), nb::tuple(nb::cast(one.second)));
+    for (const auto& [name, one] : tensors_) tensors[nb::cast(name)] = python::described(one.first, one.second);
     return tensors;
   }
 
@@ -95,25 +94,15 @@ class InParts final : public MergeSource {
 
 using Tensors = std::variant<Checkpoint, std::shared_ptr<InParts>>;
 
-/// A path as os.fsdecode() has it.
-nb::str decoded(const std::filesystem::path& path) {
-  return nb::str(nb::cast(path));
-}
-
 MergeInput input_of(const std::filesystem::path& name, const Tensors& tensors, double coefficient,
                     std::optional<int64_t> step) {
-  MergeInput input{name.string(), std::shared_ptr<const MergeSource>(), coefficient, step};
-  if (const auto* const opened = std::get_if<Checkpoint>(&tensors)) {
-    input.tensors = *opened;
-  } else {
-    input.tensors = std::shared_ptr<const MergeSource>(std::get<1>(tensors));
-  }
-  return input;
+  const auto as_input = [&](const auto& one) { return MergeInput{name.string(), one, coefficient, step}; };
+  return std::visit(as_input, tensors);
 }
 
 nb::dict as_dict(const MergeReport& report) {
-  nb::dict result;
-  nb::list inputs, files;
+  nb::dict result = written(report);
+  nb::list inputs;
   for (const auto& [name, step, coefficient] : report.inputs) {
     nb::dict one;
     one["name"] = decoded(name);
@@ -121,16 +110,12 @@ nb::dict as_dict(const MergeReport& report) {
     one["coefficient"] = coefficient;
     inputs.append(one);
   }
-  for (const auto& file : report.files) files.append(decoded(file));
   result["inputs"] = inputs;
   result["sum"] = report.sum;
   result["newest"] = decoded(report.newest);
   result["averaged"] = report.averaged;
   result["taken"] = report.taken;
-  result["files"] = files;
   result["bytes_read"] = report.bytes_read;
-  result["bytes_written"] = report.bytes_written;
-  result["seconds"] = report.seconds;
   return result;
 }
 
@@ -172,10 +157,6 @@ MergeRule rule_of(const std::optional<std::vector<double>>& weights, bool normal
 
 void bind_merge(nb::module_& m) {
   m.attr("MERGE_KEY") = kMergeKey;
-  nb::class_<Coefficients>(m, "Coefficients", "Of a merge's inputs, in their order.")
-      .def_ro("values", &Coefficients::values)
-      .def_ro("formula", &Coefficients::formula)
-      .def_ro("index_error", &Coefficients::index_error);
   nb::class_<InParts>(
       m, "InParts",
       "A merge's input that Python reads: part(name, element) -> (address, first element, the one after the last).")
@@ -193,12 +174,14 @@ void bind_merge(nb::module_& m) {
       [](std::vector<MergeInput> inputs, const std::optional<std::vector<double>>& weights, bool normalize,
          std::optional<double> ema, bool per_step, std::optional<size_t> lawa,
          const std::optional<std::string>& curve) {
-        Coefficients found = weigh(inputs, rule_of(weights, normalize, ema, per_step, lawa, curve));
+        const Coefficients found = weigh(inputs, rule_of(weights, normalize, ema, per_step, lawa, curve));
         nb::str newest = decoded(inputs[newest_of(inputs)].name);
-        return std::tuple(std::move(inputs), std::move(found), std::move(newest));
+        return std::tuple(std::move(inputs), found.formula, found.index_error, std::move(newest));
       },
       "inputs"_a, "weights"_a.none(), "normalize"_a, "ema"_a.none(), "per_step"_a, "lawa"_a.none(), "curve"_a.none(),
-      "(inputs with their coefficients, in the rule's order; what these are; the name of the newest).");
+      "(inputs with their coefficients, in the rule's order; the rule's formula; how far weighing by index would be "
+      "off, "
+      "or None; the name of the newest).");
   m.def("merge", &merge_python, "group"_a, "inputs"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0,
         "metadata"_a = Strings(), "formula"_a = "", "verify"_a = true, "threads"_a = 4, "timeout"_a = 600.0,
         "progress"_a = nb::none(), "Collective; see include/shardow/merge.h.");

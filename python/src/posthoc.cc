@@ -29,13 +29,8 @@ nb::dict synthesize(Group& group, const posthoc::Plan& plan, const std::filesyst
   const auto options = writing<MergeOptions>(dtype, max_shard_size, {}, timeout, callbacks.progress(progress));
   MergeReport report;
   callbacks.run([&] { report = posthoc::synthesize(group, plan, path, options); });
-  nb::dict result;
-  nb::list files;
-  for (const auto& file : report.files) files.append(nb::str(nb::cast(file)));
-  result["files"] = files;
+  nb::dict result = written(report);
   result["bytes_read"] = report.bytes_read;
-  result["bytes_written"] = report.bytes_written;
-  result["seconds"] = report.seconds;
   return result;
 }
 

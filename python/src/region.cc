@@ -42,14 +42,11 @@ std::vector<std::tuple<Shape, Shape, int64_t>> boxes(const Region& region) {
 }
 
 nb::tuple tuple_of(const Shape& shape) {
-  nb::list list;
-  for (const int64_t size : shape) list.append(size);
-  return nb::tuple(list);
+  return nb::tuple(nb::cast(shape));
 }
 
 nb::bytes encoded(const Region& region) {
-  const std::string s = region.encode();
-  return nb::bytes(s.data(), s.size());
+  return to_bytes(region.encode());
 }
 
 using Places = std::vector<std::pair<int, int>>;
@@ -86,16 +83,9 @@ void bind_region(nb::module_& m) {
       .def("boxes", &boxes, "[(offsets, sizes, local_begin)]: the region as axis-aligned boxes, in local order.")
       .def("encode", &encoded, "Bytes for another rank.")
       .def_static(
-          "decode",
-          [](const nb::bytes& b) {
-            return Region::decode({b.c_str(), b.size()});
-          },
-          "data"_a)
+          "decode", [](const nb::bytes& data) { return Region::decode(text_of(data)); }, "data"_a)
       .def("__getstate__", &encoded)
-      .def("__setstate__",
-           [](Region& self, const nb::bytes& b) {
-             new (&self) Region(Region::decode({b.c_str(), b.size()}));
-           })
+      .def("__setstate__", [](Region& self, const nb::bytes& b) { new (&self) Region(Region::decode(text_of(b))); })
       .def(
           "__deepcopy__", [](nb::handle self, nb::handle) { return nb::borrow(self); }, "memo"_a,
           nb::sig("def __deepcopy__(self, memo: dict, /) -> Region"), "Itself: a region never changes.")

@@ -155,9 +155,10 @@ def with_record(state: str, lineage: Lineage | None, engine: _core.Average, keys
     return json.dumps({**json.loads(state), IN_STATE: json.loads(lineage.to_save(engine, keys))})
 
 
-def record_in(state: str) -> str | None:
-    found = json.loads(state).get(IN_STATE)
-    return None if found is None else json.dumps(found)
+def metadata_of(state: str) -> dict[str, str]:
+    """Returns what with_record() wrote as the metadata of a file have it."""
+    record = json.loads(state).get(IN_STATE)
+    return {_core.STATE_KEY: state} | ({} if record is None else {_core.RECORD_KEY: json.dumps(record)})
 
 
 def _renamed(segments: list[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.averages.persistence import Taking
-from shardow.averages.state_dict import OptionsFrom, saved_keys
+from shardow.averages.state_dict import OptionsFrom, Taking
 from shardow.base import plain
 from shardow.base.checks import instance, invalid, one_of, warn
 from shardow.checkpoints import manifest
@@ -186,10 +185,10 @@ class Restoring(engine.Load):
         assert self._given.averages is not None
         averages, files = self._given.averages._averages, self._one.averages
         averages.swap.refuse("restore()")
-        keys = saved_keys(averages, list(files), self._options, where)
         self._taking = Taking(averages, self._options)
-        for key, parts in zip(keys, self._taking.choose([self._files[files[key]] for key in keys], where), strict=True):
-            self._wanted[files[key]] = parts, True
+        names = [files[key] for key in self._taking.keys(files, where)]
+        self._taking.look(self._files[names[0]].metadata, len(names), where)
+        self._wanted |= {name: (averages.parts(k), True) for k, name in enumerate(names)}
 
     def _look_at_optimizers(self, where: str) -> None:
         _same_names("optimizer", self._given.optimizer, self._one.optimizer, where)

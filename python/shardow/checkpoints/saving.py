@@ -240,10 +240,8 @@ def random_states() -> bytes:
     if (numpy := sys.modules.get("numpy")) is not None:
         state = numpy.random.get_state(legacy=False)
         if state["bit_generator"] == "MT19937":
-            found["numpy"] = {
-                **state,
-                "state": {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])},
-            }
+            inner = state["state"]
+            found["numpy"] = {**state, "state": {"key": inner["key"].tolist(), "pos": int(inner["pos"])}}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = [_bytes(one) for one in torch.cuda.get_rng_state_all()]
     return json.dumps(plain.encode(found, "random generators"), separators=(",", ":")).encode()
@@ -255,10 +253,7 @@ def give_random(states: bytes) -> None:
     random.setstate(found["python"])
     torch.set_rng_state(_tensor(found["torch"]))
     if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
-        state = found["numpy"]
-        numpy.random.set_state(
-            {**state, "state": {**state["state"], "key": numpy.array(state["state"]["key"], dtype=numpy.uint32)}}
-        )
+        numpy.random.set_state(found["numpy"])
     if torch.cuda.is_available():
         for device, one in zip(range(torch.cuda.device_count()), found.get("cuda", ()), strict=False):
             torch.cuda.set_rng_state(_tensor(one), device)

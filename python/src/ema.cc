@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <utility>
@@ -83,9 +84,8 @@ void bind_ema(nb::module_& m) {
       .def_prop_ro(
           "changed",
           [](const ema::Loading& loading) {
-            nb::list changed;
-            for (const auto& [name, file, own] : loading.changed()) changed.append(nb::make_tuple(name, file, own));
-            return changed;
+            return list_of(loading.changed(),
+                           [](const auto& option) { return std::tuple(option.name, option.file, option.own); });
           },
           "[(name, there, here)] of the options that are others now.");
 }

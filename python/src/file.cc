@@ -99,18 +99,6 @@ void while_locked(const base::Path& path, const nb::callable& work) {
   work();
 }
 
-nb::list list_of(const std::vector<LoadReport>& reports) {
-  nb::list all;
-  for (const LoadReport& report : reports) all.append(dict_of(report));
-  return all;
-}
-
-nb::list list_of(const file::Catalogs& catalogs) {
-  nb::list all;
-  for (const auto& catalog : catalogs) all.append(nb::cast(file::Inside::make(catalog)));
-  return all;
-}
-
 /// Opens checkpoints, as the methods of `steps` say.
 void open_checkpoints(Group& group, const nb::object& steps, double timeout) {
   Callbacks callbacks;
@@ -121,7 +109,7 @@ void open_checkpoints(Group& group, const nb::object& steps, double timeout) {
     return callbacks.call("", [&] { return file::Location{nb::cast<std::vector<base::Path>>(steps.attr("find")())}; });
   };
   finding.opened = [&](const file::Location&, const file::Catalogs& catalogs) {
-    callbacks.call("", [&] { steps.attr("opened")(list_of(catalogs)); });
+    callbacks.call("", [&] { steps.attr("opened")(list_of(catalogs, file::Inside::make)); });
     return group::Comparisons();
   };
   group::CollectiveCall ranks(group, milliseconds(timeout));
@@ -146,7 +134,7 @@ nb::list load_files(Group& group, const nb::object& steps, bool verify, bool che
   call.choose = [&](const std::string& words, const file::Catalogs& catalogs) {
     return callbacks.call("", [&] {
       std::vector<file::Chosen> chosen;
-      for (const nb::handle file : steps.attr("choose")(to_bytes(words), list_of(catalogs))) {
+      for (const nb::handle file : steps.attr("choose")(to_bytes(words), list_of(catalogs, file::Inside::make))) {
         auto [views, strict] = nb::cast<std::pair<std::vector<TensorView>, bool>>(file);
         chosen.push_back({std::move(views), strict});
       }
@@ -154,12 +142,12 @@ nb::list load_files(Group& group, const nb::object& steps, bool verify, bool che
     });
   };
   call.begin = [&](const std::vector<LoadReport>& reports) {
-    callbacks.call("", [&] { steps.attr("begin")(list_of(reports)); });
+    callbacks.call("", [&] { steps.attr("begin")(list_of(reports, dict_of)); });
   };
   call.end = [&] { callbacks.call("", [&] { steps.attr("end")(); }); };
   std::vector<LoadReport> reports;
   callbacks.run([&] { reports = call.run(group, options); });
-  return list_of(reports);
+  return list_of(reports, dict_of);
 }
 
 nb::dict tensors_in(const Checkpoint& checkpoint) {

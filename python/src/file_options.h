@@ -54,9 +54,7 @@ inline nanobind::tuple described(DType dtype, const Shape& shape) {
 template <class Report>
 nanobind::dict written(const Report& report) {
   nanobind::dict result;
-  nanobind::list files;
-  for (const auto& file : report.files) files.append(decoded(file));
-  result["files"] = files;
+  result["files"] = list_of(report.files, decoded);
   result["bytes_written"] = report.bytes_written;
   result["seconds"] = report.seconds;
   return result;

@@ -96,21 +96,19 @@ using Tensors = std::variant<Checkpoint, std::shared_ptr<InParts>>;
 
 MergeInput input_of(const std::filesystem::path& name, const Tensors& tensors, double coefficient,
                     std::optional<int64_t> step) {
-  const auto as_input = [&](const auto& one) { return MergeInput{name.string(), one, coefficient, step}; };
+  const auto as_input = [&](const auto& source) { return MergeInput{name.string(), source, coefficient, step}; };
   return std::visit(as_input, tensors);
 }
 
 nb::dict as_dict(const MergeReport& report) {
   nb::dict result = written(report);
-  nb::list inputs;
-  for (const auto& [name, step, coefficient] : report.inputs) {
-    nb::dict one;
-    one["name"] = decoded(name);
-    one["step"] = step;
-    one["coefficient"] = coefficient;
-    inputs.append(one);
-  }
-  result["inputs"] = inputs;
+  result["inputs"] = list_of(report.inputs, [](const auto& input) {
+    nb::dict described;
+    described["name"] = decoded(input.name);
+    described["step"] = input.step;
+    described["coefficient"] = input.coefficient;
+    return described;
+  });
   result["sum"] = report.sum;
   result["newest"] = decoded(report.newest);
   result["averaged"] = report.averaged;
@@ -163,10 +161,7 @@ void bind_merge(nb::module_& m) {
       .def(nb::init<const std::map<std::string, std::pair<std::string, Shape>>&, nb::callable>(), "tensors"_a, "part"_a)
       .def_prop_ro("tensors", &InParts::described, "{name: (dtype, shape)}");
   nb::class_<MergeInput>(m, "MergeInput", "One of the checkpoints that are merged.")
-      .def(nb::new_(&input_of), "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none())
-      .def_prop_ro("name", [](const MergeInput& input) { return decoded(input.name); })
-      .def_ro("step", &MergeInput::step)
-      .def_ro("coefficient", &MergeInput::coefficient);
+      .def(nb::new_(&input_of), "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none());
   m.def("step_of", &step_of, "path"_a, "metadata"_a = Strings(),
         "Of a checkpoint, by its metadata or its path; None: not to be known.");
   m.def(
@@ -174,9 +169,9 @@ void bind_merge(nb::module_& m) {
       [](std::vector<MergeInput> inputs, const std::optional<std::vector<double>>& weights, bool normalize,
          std::optional<double> ema, bool per_step, std::optional<size_t> lawa,
          const std::optional<std::string>& curve) {
-        const Coefficients found = weigh(inputs, rule_of(weights, normalize, ema, per_step, lawa, curve));
+        const Coefficients weighed = weigh(inputs, rule_of(weights, normalize, ema, per_step, lawa, curve));
         nb::str newest = decoded(inputs[newest_of(inputs)].name);
-        return std::tuple(std::move(inputs), found.formula, found.index_error, std::move(newest));
+        return std::tuple(std::move(inputs), weighed.formula, weighed.index_error, std::move(newest));
       },
       "inputs"_a, "weights"_a.none(), "normalize"_a, "ema"_a.none(), "per_step"_a, "lawa"_a.none(), "curve"_a.none(),
       "(inputs with their coefficients, in the rule's order; the rule's formula; how far weighing by index would be "

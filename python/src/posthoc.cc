@@ -61,12 +61,7 @@ void bind_posthoc(nb::module_& m) {
       .def_ro("least", &Plan::least, "And than this, where stored averages are subnormal: of float16 snapshots.")
       .def_ro("size", &Plan::size, "sum |c_j|.")
       .def_prop_ro(
-          "left_out",
-          [](const Plan& plan) {
-            nb::list left_out;
-            for (const std::string& snapshot : plan.left_out) left_out.append(to_text(snapshot));
-            return left_out;
-          },
+          "left_out", [](const Plan& plan) { return list_of(plan.left_out, to_text); },
           "Snapshots of other runs, and of futures that were given up.")
       .def("__str__", [](const Plan& plan) { return nb::borrow<nb::str>(to_text(posthoc::describe(plan))); })
       .def("__repr__", [](const Plan& plan) {

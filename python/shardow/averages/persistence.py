@@ -185,7 +185,7 @@ def load(
     loading = _FileLoad(averages, path, bool(strict), bool(verify), options)
     with averages.or_as_before():
         reports = loading.run(path, averages.ranks, verify=bool(verify), progress=progress)
-        loading.taking.finish("load()")
+        loading.taking.finish()
     names = {list_: [*dict.fromkeys(chain(*(one[list_] for one in reports)))] for list_ in ("missing", "unexpected")}
     bytes_read, seconds = sum(one["bytes_read"] for one in reports), max(one["seconds"] for one in reports)
     return {**names, "bytes_read": bytes_read, "seconds": seconds}
@@ -240,7 +240,7 @@ class _FileLoad(engine.Load):
         return [(self._averages.parts(k), self._strict) for k in range(len(files))]
 
     def begin(self, _: list[Report]) -> None:
-        self.taking.loading.begin(self._averages.ranks.rank)
+        self.taking.begin("load()", self._averages.ranks.rank)
 
 
 def common_beside(averages: Averages, what: str) -> list[Common | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -43,7 +43,7 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         parts = [averages.parts(k) for k in range(len(keys))]
         checked = _state.check("load_state_dict()", state, parts, keys, strict)
         taking.look(lineage.metadata_of(text), len(keys), "the state")
-        taking.loading.begin(0)  # which takes all of the counts, as they are this rank's own
+        taking.begin("load_state_dict()", 0)  # all of the counts, which are this rank's own
         facts = {"strict": bool(strict), "options": str(options)}
         return Step((taking, *checked), [equal_facts("load_state_dict()", facts, averages.ranks)])
 
@@ -51,7 +51,7 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         taking, copies, report = averages.ranks.step("load_state_dict()", check)
     for target, value, region in copies:
         _state.copy(target, value, region)
-    taking.finish("load_state_dict()")
+    taking.finish()
     return report
 
 
@@ -73,22 +73,22 @@ class Taking:
         lineage.check(self._record, files, where)
         self.loading.look(dict(metadata), files, where)
 
-    def finish(self, what: str) -> None:
+    def begin(self, what: str, rank: int) -> None:
+        """Takes the state, of what all ranks counted together the part of ``rank``. Warns on rank 0 of options that are
+        others now."""
+        self.loading.begin(rank)
+        if self.loading.changed and self._averages.ranks.rank == 0:
+            differences = "; ".join(
+                f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
+                for name, saved, before in self.loading.changed
+            )
+            now = "What is there is in force now (but the dtype, which stays)"
+            warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
+
+    def finish(self) -> None:
         """On every rank, when all have read."""
         averages = self._averages
-        _warn_of_changes(averages, what, self.loading.changed)
         averages.go_on_from(lineage.taken(averages.engine, self._record, self._state, averages.keys))
-
-
-def _warn_of_changes(averages: Averages, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
-    """Warns on rank 0 of ``changed``: (name, saved value, value before) of each option that is another one now."""
-    if changed and averages.ranks.rank == 0:
-        differences = "; ".join(
-            f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
-            for name, saved, before in changed
-        )
-        now = "What is there is in force now (but the dtype, which stays)"
-        warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
 
 
 def _option_text(name: str, text: str) -> str:

@@ -139,7 +139,7 @@ class Restoring(engine.Load):
         if self._taking is not None:
             assert self._given.averages is not None
             self._kept.enter_context(self._given.averages._averages.or_as_before())
-            self._taking.loading.begin(self._given.averages._averages.ranks.rank)
+            self._taking.begin("load()", self._given.averages._averages.ranks.rank)
 
     def has_read(self) -> None:
         for one in self._optimizers:
@@ -163,7 +163,7 @@ class Restoring(engine.Load):
             with contextlib.ExitStack() as self._kept:
                 self.run(self._root, self._ranks, WHAT)
                 if self._taking is not None:
-                    self._taking.finish("load()")
+                    self._taking.finish()
         except (errors.CorruptError, errors.NotFoundError):  # the same on all ranks: saved again meanwhile, or removed
             if self._has_begun or tries == 1:
                 raise

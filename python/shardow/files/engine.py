@@ -139,18 +139,9 @@ class SaveCall:
         if Claim.is_needed(self._ranks):
             parts = (part for file in files for part in file.parts)
             self._claim = Claim(self._target, [file.name for file in files], parts, self._ranks)
-            progress = self._checking(self._claim, progress)
+            progress = self._claim.watched(progress)
             compared.append(self._claim.digest)
         return _core.SaveRequest(engine_files, self._target, **self._to_save.options), progress, compared
-
-    @staticmethod
-    def _checking(claim: Claim, progress: Progress | None) -> Progress:
-        def checked(done: int, total: int) -> None:
-            claim.check()
-            if progress is not None:
-                progress(done, total)
-
-        return checked
 
     def _metadata(self) -> list[dict[str, str]]:
         claimed = {} if self._claim is None else self._claim.metadata()

@@ -156,7 +156,7 @@ nb::dict tensors_in(const Checkpoint& checkpoint) {
   for (const file::Stored& stored : file::Inside::of(checkpoint).tensors) {
     const file::Entry& entry = stored.entry;
     nb::object& form = known[{entry.dtype, entry.shape}];
-    if (!form.is_valid()) form = described(entry.dtype, entry.shape);
+    if (!form.is_valid()) form = nb::make_tuple(std::string(dtype_name(entry.dtype)), nb::tuple(nb::cast(entry.shape)));
     tensors[nb::cast(entry.name)] = form;
   }
   return tensors;

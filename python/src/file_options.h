@@ -45,11 +45,6 @@ inline nanobind::str decoded(const std::filesystem::path& path) {
   return nanobind::str(nanobind::cast(path));
 }
 
-/// A tensor as files describe it: (dtype, shape).
-inline nanobind::tuple described(DType dtype, const Shape& shape) {
-  return nanobind::make_tuple(std::string(dtype_name(dtype)), nanobind::tuple(nanobind::cast(shape)));
-}
-
 /// SaveReport, MergeReport: what they have in common.
 template <class Report>
 nanobind::dict written(const Report& report) {

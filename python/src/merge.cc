@@ -31,9 +31,9 @@ namespace {
 /// after the last) of packed host memory that has the element, until it is called again.
 class InParts final : public MergeSource {
  public:
-  InParts(const std::map<std::string, std::pair<std::string, Shape>>& tensors, nb::callable part)
-      : part_(std::move(part)) {
-    for (const auto& [name, one] : tensors) tensors_.emplace(name, std::pair(dtype_from_name(one.first), one.second));
+  InParts(nb::dict tensors, nb::callable part) : given_(std::move(tensors)), part_(std::move(part)) {
+    for (const auto& [name, form] : nb::cast<std::map<std::string, std::pair<std::string, Shape>>>(given_))
+      tensors_.emplace(name, std::pair(dtype_from_name(form.first), form.second));
   }
 
   std::vector<std::string> names() const override {
@@ -46,11 +46,7 @@ class InParts final : public MergeSource {
 
   bool one_at_a_time() const override { return true; }
 
-  nb::dict described() const {
-    nb::dict tensors;
-    for (const auto& [name, one] : tensors_) tensors[nb::cast(name)] = python::described(one.first, one.second);
-    return tensors;
-  }
+  nb::dict given() const { return given_; }
 
   void read(const TensorView& wanted) const override {
     const int64_t size = dtype_bits(wanted.dtype) / 8;
@@ -88,6 +84,7 @@ class InParts final : public MergeSource {
   }
 
   std::map<std::string, std::pair<DType, Shape>, std::less<>> tensors_;
+  nb::dict given_;
   nb::callable part_;
   mutable Latest latest_;  // one thread asks at a time
 };
@@ -158,8 +155,8 @@ void bind_merge(nb::module_& m) {
   nb::class_<InParts>(
       m, "InParts",
       "A merge's input that Python reads: part(name, element) -> (address, first element, the one after the last).")
-      .def(nb::init<const std::map<std::string, std::pair<std::string, Shape>>&, nb::callable>(), "tensors"_a, "part"_a)
-      .def_prop_ro("tensors", &InParts::described, "{name: (dtype, shape)}");
+      .def(nb::init<nb::dict, nb::callable>(), "tensors"_a, "part"_a)
+      .def_prop_ro("tensors", &InParts::given, "{name: (dtype, shape)}");
   nb::class_<MergeInput>(m, "MergeInput", "One of the checkpoints that are merged.")
       .def(nb::new_(&input_of), "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none());
   m.def("step_of", &step_of, "path"_a, "metadata"_a = Strings(),

@@ -41,10 +41,6 @@ std::vector<std::tuple<Shape, Shape, int64_t>> boxes(const Region& region) {
   return found;
 }
 
-nb::tuple tuple_of(const Shape& shape) {
-  return nb::tuple(nb::cast(shape));
-}
-
 nb::bytes encoded(const Region& region) {
   return to_bytes(region.encode());
 }
@@ -73,10 +69,10 @@ void bind_region(nb::module_& m) {
       .def("part", &Region::part, "index"_a, "count"_a, "align"_a = 16,
            "Part `index` of `count` near-equal windows, cut at multiples of `align`.")
       .def_prop_ro(
-          "shape", [](const Region& r) { return tuple_of(r.shape()); }, "Shape of the global tensor.")
+          "shape", [](const Region& r) { return nb::tuple(nb::cast(r.shape())); }, "Shape of the global tensor.")
       .def_prop_ro("size", &Region::size, "Elements held.")
       .def_prop_ro(
-          "grid_shape", [](const Region& r) { return tuple_of(r.grid_shape()); },
+          "grid_shape", [](const Region& r) { return nb::tuple(nb::cast(r.grid_shape())); },
           "Shape of a shard's local tensor; a window is a stretch of that in row-major order.")
       .def_prop_ro("contiguous", &Region::contiguous, "At most one run.")
       .def("runs", &runs, "[(global_begin, local_begin, length)], in ascending order, in elements.")

@@ -45,23 +45,18 @@ class Marks {
   }
 
   uint64_t of(nb::handle tensor) const {
-    nb::dlpack::dltensor found;
-    if (describe(tensor, found)) return mark_of(found);
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
+    if (dlpack_ != nullptr && (type == tensor_.ptr() || type == parameter_.ptr())) {
+      nb::dlpack::dltensor described;  // borrows
+      if (dlpack_->describe(tensor.ptr(), &described) == 0) return mark_of(described);
+      PyErr_Clear();
+    }
     const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(data_ptr_.ptr(), tensor.ptr(), nullptr));
     if (!address.is_valid()) nb::raise_python_error();
     return nb::cast<uint64_t>(address);
   }
 
  private:
-  /// False where torch, or DLPack, does not know. The description borrows.
-  bool describe(nb::handle tensor, nb::dlpack::dltensor& found) const {
-    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
-    if (dlpack_ == nullptr || (type != tensor_.ptr() && type != parameter_.ptr())) return false;
-    if (dlpack_->describe(tensor.ptr(), &found) == 0) return true;
-    PyErr_Clear();
-    return false;
-  }
-
   /// Of DLPack's C exchange interface, version 1, what is used here.
   struct DlpackApi {
     uint32_t major_version, minor_version;

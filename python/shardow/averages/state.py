@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from shardow import _core
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
 from shardow.distributed import gather
@@ -26,8 +26,7 @@ HINT = "strict=False takes what there is"
 
 _CHUNK = 1 << 20  # elements of a temporary
 
-#: (memory to fill, value, region of the value's tensor that the memory holds; None: the value is that very piece)
-Copy = tuple[torch.Tensor, torch.Tensor, "_core.Region | None"]
+Copy = Callable[[], object]  # fills a part of the averages
 
 
 def as_tensor(one: Tracked, k: int) -> torch.Tensor:
@@ -80,8 +79,8 @@ def check(
 
 
 def copies_of(parts: Iterable[gather.Part], state: Mapping[str, Any], fit: Fit[Any]) -> list[Copy]:
-    """Returns how the values of ``state`` that fit get into ``parts``. A value that is another part makes an entry of
-    ``fit.elsewhere``."""
+    """Returns how the values of ``state`` that fit get into ``parts``; they are what slices like a tensor. A value that
+    is another part makes an entry of ``fit.elsewhere``."""
     wrong = {name for name, *_ in fit.different}
     copies: list[Copy] = []
     for part in parts:
@@ -93,21 +92,13 @@ def copies_of(parts: Iterable[gather.Part], state: Mapping[str, Any], fit: Fit[A
         elif hasattr(value, "_local_tensor"):
             region, local = region_of(part.name, value), value._local_tensor
         else:
-            copies.append((part.flat, value, part.region))
+            copies.append(partial(gather.take, value, part.region, part.flat))
             continue
         if region == part.region:
-            copies.append((part.flat, local.reshape(-1), None))
+            copies.append(partial(part.flat.copy_, local.reshape(-1)))
         else:
             fit.elsewhere.append(part.name)
     return copies
-
-
-def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:
-    """One entry of what check() returned. ``value`` may be anything that slices like a tensor."""
-    if region is not None:
-        gather.take(value, region, target)
-    elif value.data_ptr() != target.data_ptr():
-        target.copy_(value)
 
 
 def options_in(engine_state: str) -> str:

@@ -49,8 +49,8 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
 
     with averages.or_as_before():
         taking, copies, report = averages.ranks.step("load_state_dict()", check)
-    for target, value, region in copies:
-        _state.copy(target, value, region)
+    for copy_ in copies:
+        copy_()
     taking.finish()
     return report
 

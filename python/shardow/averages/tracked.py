@@ -269,19 +269,17 @@ def _home(row: Tracked, options: Options) -> torch.device:
 def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked:
     """``given``: what `source=` says of it."""
     refuse_unaverageable(local)
-    if isinstance(given, tuple):
-        stretch = Stretch(*given)
-        if replicas == "copy" and local.replicas:
-            raise invalid(f"source= of '{local.name}' is a stretch, which no other rank has; it takes replicas='split'")
-        region, begin = stretch.placed(local)
-        return Tracked(
-            local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True
-        )
-    region, begin = divide(local, replicas)
-    master = None if given is None else _source(local, given, local.region.size, "of this rank's part")
-    if master is None:
+    if given is None:
         _refuse_dtype(local.name, local.tensor.dtype)
-    return Tracked(local, region, begin, master)
+        return Tracked(local, *divide(local, replicas))
+    if not isinstance(given, tuple):
+        master = _source(local, given, local.region.size, "of this rank's part")
+        return Tracked(local, *divide(local, replicas), master)
+    if replicas == "copy" and local.replicas:
+        raise invalid(f"source= of '{local.name}' is a stretch, which no other rank has; it takes replicas='split'")
+    stretch = Stretch(*given)
+    region, begin = stretch.placed(local)
+    return Tracked(local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True)
 
 
 def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:

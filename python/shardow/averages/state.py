@@ -1,4 +1,4 @@
-"""The averages as a nested dict, and back: what state_dict, load_state_dict, copy_to and distance are made of."""
+"""The averages as a nested dict, and back: what state_dict, load_state_dict and distance are made of."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from shardow.base.checks import invalid
 from shardow.distributed import gather
 from shardow.distributed.rank_group import RankGroup
 from shardow.model.dtensor import region_of
-from shardow.model.local import oddity, refuse_expanded
 from shardow.model.match import Fit, compare
 from shardow.model.piece import Piece
-from shardow.model.view import ModelView
 
 HINT = "strict=False takes what there is"
 
@@ -134,27 +132,3 @@ def _owned(one: Tracked, ranks: RankGroup) -> bool:
     divided = one.stretched or one.region.size < one.local.region.size
     copied = not divided and any(index > 0 for _, index, _ in one.local.replicas)
     return one.local.counts_on(ranks.rank) and not copied
-
-
-def refuse_unlike(tracked: Sequence[Tracked], target: ModelView) -> None:
-    """Before copy_streamed(): the other model has a place for each average."""
-    places = [*target.parameters, *target.buffers]
-    here = {one.name: tuple(one.local.region.shape) for one in tracked}
-    found = compare(here, {one.name: tuple(one.region.shape) for one in places if one.name in here})
-    found.refuse("copy_to()", "the other model", done="nothing was copied")
-    for one in places:
-        if not oddity(one.tensor):
-            refuse_expanded(one.name, one.tensor)
-
-
-def copy_streamed(gatherer: gather.Gatherer, target: ModelView) -> None:
-    """Each full tensor visits every rank once, and each keeps its slice of it."""
-    places = {one.name: one for one in [*target.parameters, *target.buffers]}
-    target.reshard()
-    cpu = torch.device("cpu")
-    for name, full in gatherer.everywhere(lambda name: places[name].tensor.device if name in places else cpu):
-        if (place := places.get(name)) is not None:
-            flat = place.flat()
-            gather.take(full, place.region, flat)
-            place.put(flat)
-    target.reshard()

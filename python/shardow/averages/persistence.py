@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
 from shardow.files.reading import choose
 from shardow.model import dtypes
-from shardow.model.equal import Common, common_of, equal_copies
+from shardow.model.equal import common_of, equal_copies
 from shardow.model.extra_state import extra_states
 from shardow.model.local import refuse_all_odd
 from shardow.model.saved_form import saved_form
@@ -241,12 +240,6 @@ class _FileLoad(engine.Load):
 
     def begin(self, _: list[Report]) -> None:
         self.taking.begin("load()", self._averages.ranks.rank)
-
-
-def common_beside(averages: Averages, what: str) -> list[Common | None]:
-    """Returns what ranks should have in common, for one comparison with all else that they save. Raises where averages
-    can't be handed out."""
-    return [common and replace(common, name=f"averages of {common.name}") for common in averages.handed_out(what)]
 
 
 def to_save_beside(

@@ -16,7 +16,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import nn
 
 from shardow import _core
 from shardow.averages.core import Averages
-from shardow.averages.persistence import common_beside, to_save_beside
+from shardow.averages.persistence import to_save_beside
 from shardow.base import plain
 from shardow.base.checks import instance, invalid
 from shardow.checkpoints import manifest
@@ -179,9 +179,10 @@ class Saving:
         held = self._held.view.parameters if self._held is not None and self._held.view is not None else []
         weights = [weight for weight in map(common_of, held) if weight is not None]
         once = {weight.tensor.data_ptr() for weight in weights}  # replicas' averages follow them, compared by them
-        common = [] if averages is None else common_beside(averages, WHAT)
+        common = [] if averages is None else averages.handed_out(WHAT)
         more = [copy for copy in common if copy is not None and copy.tensor.data_ptr() not in once]
-        return [*weights, *self._optimizer.common, *self._values.common, *more]
+        named = [replace(copy, name=f"averages of {copy.name}") for copy in more]
+        return [*weights, *self._optimizer.common, *self._values.common, *named]
 
     def _facts(self, averages: list[str]) -> dict[str, Any]:
         """Returns what must be equal on all ranks, as the message names it where it is not."""

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "average/replicas.h"
-#include "callbacks.h"
 #include "core.h"
 #include "ema/agreed.h"
 #include "ema/loading.h"

@@ -3,7 +3,6 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -24,7 +23,6 @@
 #include "file/staging.h"
 #include "file_options.h"
 #include "shardow/checkpoint.h"
-#include "shardow/error.h"
 #include "tensor/dtype.h"
 
 namespace nb = nanobind;

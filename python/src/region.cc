@@ -45,9 +45,7 @@ nb::bytes encoded(const Region& region) {
   return to_bytes(region.encode());
 }
 
-using Places = std::vector<std::pair<int, int>>;
-
-std::pair<Region, int64_t> owned_part(const Region& region, const Places& places) {
+std::pair<Region, int64_t> owned_part(const Region& region, const std::vector<std::pair<int, int>>& places) {
   std::vector<average::ReplicaLevel> levels;
   for (const auto& [index, count] : places) levels.push_back({index, count});
   const auto [part, begin] = average::owned(region, levels);

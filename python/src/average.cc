@@ -354,14 +354,6 @@ void bind_average(nb::module_& m) {
           [](Average& self, std::string_view json, OptionsFrom options) { waited(self).set_state(json, options); },
           "json"_a, "options"_a = OptionsFrom::kFile,
           "Counters of a saved state, and with OptionsFrom.file its options; nothing has changed where it raises.")
-      .def(
-          "differences",
-          [](const Average& self, std::string_view json) {
-            std::vector<std::tuple<std::string, std::string, std::string>> found;
-            for (const OptionDifference& one : self.differences(json)) found.emplace_back(one.name, one.file, one.own);
-            return found;
-          },
-          "json"_a, "(option, in the saved state, own) where they are not the same.")
       .def_prop_ro(
           "schedules",
           [](const Average& self) { return std::vector(self.schedules().begin(), self.schedules().end()); },

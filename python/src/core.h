@@ -26,6 +26,14 @@ inline nanobind::bytes to_bytes(const std::string& text) {
   return nanobind::bytes(text.data(), text.size());
 }
 
+/// Returns fn() of each as Python's list. The GIL is held.
+template <class From, class Fn>
+nanobind::list list_of(const std::vector<From>& values, Fn fn) {
+  nanobind::list list;
+  for (const From& value : values) list.append(fn(value));
+  return list;
+}
+
 /// Returns comparisons that Python gives as a list, which keeps them. The GIL is held.
 group::Comparisons comparisons_of(nanobind::handle list);
 

@@ -4,12 +4,12 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <utility>
 
 #include "average/replicas.h"
-#include "callbacks.h"
 #include "core.h"
 #include "ema/agreed.h"
 #include "ema/loading.h"
@@ -24,10 +24,9 @@ namespace shardow::python {
 namespace {
 
 using Keys = std::vector<std::string>;
-using Texts = std::map<std::string, std::string>;
 
-std::vector<std::pair<std::string, Texts>> files_of(const Average& average, const std::string& state) {
-  std::vector<std::pair<std::string, Texts>> files;
+std::vector<std::pair<std::string, Strings>> files_of(const Average& average, const std::string& state) {
+  std::vector<std::pair<std::string, Strings>> files;
   for (SaveFile& file : ema_files_with(average, state))
     files.emplace_back(std::move(file.name), std::move(file.metadata));
   return files;
@@ -74,25 +73,18 @@ void bind_ema(nb::module_& m) {
       },
       "theirs"_a, "own"_a, "options"_a, "where"_a,
       "The key in a saved EMA of each average here; raises where their numbers differ.");
-  nb::class_<ema::Loading>(m, "Loading", "Averages that go on from saved ones: what one rank does in a load_files().")
+  nb::class_<ema::Loading>(m, "Loading", "Averages that go on from saved ones: what one rank does in a load.")
       .def(nb::init<Average&, OptionsFrom>(), "average"_a, "options"_a, nb::keep_alive<1, 2>())
       .def("names_at", &ema::Loading::names_at, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Of the files there, in the order of the averages; [] where the path is the file.")
-      .def(
-          "check",
-          [](ema::Loading& loading, const std::vector<Checkpoint>& files, const std::filesystem::path& where) {
-            file::Catalogs catalogs;
-            for (const Checkpoint& file : files) catalogs.push_back(file::Inside::shared(file));
-            loading.choose(catalogs, where.string(), true);
-          },
-          "files"_a, "where"_a, "Raises what does not fit. `files`: in the order of the averages.")
+      .def("look", &ema::Loading::look, "metadata"_a, "files"_a, "where"_a,
+           "Raises what does not fit. `metadata`: of the first of so many files.")
       .def("begin", &ema::Loading::begin, "rank"_a, "Takes the state.")
       .def_prop_ro(
           "changed",
           [](const ema::Loading& loading) {
-            nb::list changed;
-            for (const auto& [name, file, own] : loading.changed()) changed.append(nb::make_tuple(name, file, own));
-            return changed;
+            return list_of(loading.changed(),
+                           [](const auto& option) { return std::tuple(option.name, option.file, option.own); });
           },
           "[(name, there, here)] of the options that are others now.");
 }

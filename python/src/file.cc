@@ -3,7 +3,6 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -24,7 +23,6 @@
 #include "file/staging.h"
 #include "file_options.h"
 #include "shardow/checkpoint.h"
-#include "shardow/error.h"
 #include "tensor/dtype.h"
 
 namespace nb = nanobind;
@@ -33,22 +31,11 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-nb::dict as_dict(const SaveReport& report) {
-  nb::dict result;
-  nb::list files;
-  for (const auto& file : report.files) files.append(nb::str(nb::cast(file)));
-  result["files"] = files;
-  result["bytes_written"] = report.bytes_written;
-  result["seconds"] = report.seconds;
-  return result;
-}
-
 file::Request request_of(std::vector<SaveFile> files, const base::Path& path, const std::optional<std::string>& dtype,
-                         int64_t max_shard_size, bool checksums, const Strings& texts, const std::string& commit) {
+                         int64_t max_shard_size, const Strings& texts, const std::string& commit) {
   auto options = writing<SaveOptions>(dtype, max_shard_size, {}, 0.0, {});
   options.texts = texts;
   options.commit = commit;
-  options.checksums = checksums;
   return {std::move(files), path, std::move(options)};
 }
 
@@ -94,7 +81,7 @@ class Save {
   nb::dict write() {
     SaveReport report;
     callbacks_.run([&] { report = save_->write(); });
-    return as_dict(report);
+    return written(report);
   }
 
  private:
@@ -103,26 +90,11 @@ class Save {
   std::unique_ptr<StagedSave> save_;
 };
 
-/// A PathLock that Python ends.
-class LockedPath {
- public:
-  explicit LockedPath(const base::Path& path) : lock_(std::make_unique<file::PathLock>(path, file::Until())) {}
-  void close() { lock_.reset(); }
-
- private:
-  std::unique_ptr<file::PathLock> lock_;
-};
-
-nb::list list_of(const std::vector<LoadReport>& reports) {
-  nb::list all;
-  for (const LoadReport& report : reports) all.append(dict_of(report));
-  return all;
-}
-
-nb::list list_of(const file::Catalogs& catalogs) {
-  nb::list all;
-  for (const auto& catalog : catalogs) all.append(nb::cast(file::Inside::make(catalog)));
-  return all;
+void while_locked(const base::Path& path, const nb::callable& work) {
+  const nb::gil_scoped_release release;
+  const file::PathLock lock(path, file::Until());
+  const nb::gil_scoped_acquire gil;
+  work();
 }
 
 /// Opens checkpoints, as the methods of `steps` say.
@@ -135,7 +107,7 @@ void open_checkpoints(Group& group, const nb::object& steps, double timeout) {
     return callbacks.call("", [&] { return file::Location{nb::cast<std::vector<base::Path>>(steps.attr("find")())}; });
   };
   finding.opened = [&](const file::Location&, const file::Catalogs& catalogs) {
-    callbacks.call("", [&] { steps.attr("opened")(list_of(catalogs)); });
+    callbacks.call("", [&] { steps.attr("opened")(list_of(catalogs, file::Inside::make)); });
     return group::Comparisons();
   };
   group::CollectiveCall ranks(group, milliseconds(timeout));
@@ -160,7 +132,7 @@ nb::list load_files(Group& group, const nb::object& steps, bool verify, bool che
   call.choose = [&](const std::string& words, const file::Catalogs& catalogs) {
     return callbacks.call("", [&] {
       std::vector<file::Chosen> chosen;
-      for (const nb::handle file : steps.attr("choose")(to_bytes(words), list_of(catalogs))) {
+      for (const nb::handle file : steps.attr("choose")(to_bytes(words), list_of(catalogs, file::Inside::make))) {
         auto [views, strict] = nb::cast<std::pair<std::vector<TensorView>, bool>>(file);
         chosen.push_back({std::move(views), strict});
       }
@@ -168,28 +140,22 @@ nb::list load_files(Group& group, const nb::object& steps, bool verify, bool che
     });
   };
   call.begin = [&](const std::vector<LoadReport>& reports) {
-    callbacks.call("", [&] { steps.attr("begin")(list_of(reports)); });
+    callbacks.call("", [&] { steps.attr("begin")(list_of(reports, dict_of)); });
   };
   call.end = [&] { callbacks.call("", [&] { steps.attr("end")(); }); };
   std::vector<LoadReport> reports;
   callbacks.run([&] { reports = call.run(group, options); });
-  return list_of(reports);
+  return list_of(reports, dict_of);
 }
 
 nb::dict tensors_in(const Checkpoint& checkpoint) {
   nb::dict tensors;
   std::map<std::pair<DType, Shape>, nb::object> known;  // one object for all that are alike
-  const file::Entry* last = nullptr;
-  nb::object* described = nullptr;
   for (const file::Stored& stored : file::Inside::of(checkpoint).tensors) {
     const file::Entry& entry = stored.entry;
-    if (last == nullptr || last->dtype != entry.dtype || last->shape != entry.shape) {
-      described = &known[{entry.dtype, entry.shape}];
-      if (!described->is_valid())
-        *described = nb::make_tuple(std::string(dtype_name(entry.dtype)), nb::tuple(nb::cast(entry.shape)));
-      last = &entry;
-    }
-    tensors[nb::cast(entry.name)] = *described;
+    nb::object& form = known[{entry.dtype, entry.shape}];
+    if (!form.is_valid()) form = nb::make_tuple(std::string(dtype_name(entry.dtype)), nb::tuple(nb::cast(entry.shape)));
+    tensors[nb::cast(entry.name)] = form;
   }
   return tensors;
 }
@@ -203,7 +169,7 @@ void bind_file(nb::module_& m) {
       .def(nb::init<std::string, std::vector<TensorView>, Strings>(), "name"_a, "tensors"_a, "metadata"_a = Strings());
   nb::class_<file::Request>(m, "SaveRequest", "What one rank is asked to save; see include/shardow/checkpoint.h.")
       .def(nb::new_(&request_of), "files"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0,
-           "checksums"_a = true, "texts"_a = Strings(), "commit"_a = "");
+           "texts"_a = Strings(), "commit"_a = "");
   nb::class_<Save>(
       m, "Save",
       "A save in steps; see StagedSave in include/shardow/checkpoint.h. Making it is collective, and so is write().")
@@ -237,10 +203,10 @@ void bind_file(nb::module_& m) {
         "paths, on rank 0; opened([Checkpoint]), again where one was replaced meanwhile. What one raises on one rank "
         "is raised on all. "
         "Collective.");
-  nb::class_<LockedPath>(m, "LockedPath", "While it is held, no save to a path begins.")
-      .def(nb::init<base::Path>(), "path"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "Raises DeadlineError where a living save holds the path, IoError where the lock's file cannot be made.")
-      .def("close", &LockedPath::close, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "while_locked", &while_locked, "path"_a, "work"_a,
+      "Calls work(), while no save to a path begins. Raises DeadlineError where a living save holds the path, IoError "
+      "where the lock's file cannot be made.");
   m.def("clear_dead_saves", &file::clear_dead, "path"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Removes what saves to a path left whose processes died; raises nothing.");
   m.def(

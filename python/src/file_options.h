@@ -2,10 +2,12 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <filesystem>
 #include <map>
 #include <optional>
 #include <string>
@@ -36,6 +38,21 @@ inline LoadOptions reading(bool strict, bool verify, bool check_only, double tim
           .check_only = check_only,
           .timeout = milliseconds(timeout),
           .progress = std::move(progress)};
+}
+
+/// A path as os.fsdecode() has it.
+inline nanobind::str decoded(const std::filesystem::path& path) {
+  return nanobind::str(nanobind::cast(path));
+}
+
+/// SaveReport, MergeReport: what they have in common.
+template <class Report>
+nanobind::dict written(const Report& report) {
+  nanobind::dict result;
+  result["files"] = list_of(report.files, decoded);
+  result["bytes_written"] = report.bytes_written;
+  result["seconds"] = report.seconds;
+  return result;
 }
 
 inline nanobind::dict dict_of(const LoadReport& report) {

@@ -31,9 +31,9 @@ namespace {
 /// after the last) of packed host memory that has the element, until it is called again.
 class InParts final : public MergeSource {
  public:
-  InParts(const std::map<std::string, std::pair<std::string, Shape>>& tensors, nb::callable part)
-      : part_(std::move(part)) {
-    for (const auto& [name, one] : tensors) tensors_.emplace(name, std::pair(dtype_from_name(one.first), one.second));
+  InParts(nb::dict tensors, nb::callable part) : given_(std::move(tensors)), part_(std::move(part)) {
+    for (const auto& [name, form] : nb::cast<std::map<std::string, std::pair<std::string, Shape>>>(given_))
+      tensors_.emplace(name, std::pair(dtype_from_name(form.first), form.second));
   }
 
   std::vector<std::string> names() const override {
@@ -46,12 +46,7 @@ class InParts final : public MergeSource {
 
   bool one_at_a_time() const override { return true; }
 
-  nb::dict described() const {
-    nb::dict tensors;
-    for (const auto& [name, one] : tensors_)
-      tensors[nb::cast(name)] = nb::make_tuple(std::string(dtype_name(one.first)), nb::tuple(nb::cast(one.second)));
-    return tensors;
-  }
+  nb::dict given() const { return given_; }
 
   void read(const TensorView& wanted) const override {
     const int64_t size = dtype_bits(wanted.dtype) / 8;
@@ -89,48 +84,33 @@ class InParts final : public MergeSource {
   }
 
   std::map<std::string, std::pair<DType, Shape>, std::less<>> tensors_;
+  nb::dict given_;
   nb::callable part_;
   mutable Latest latest_;  // one thread asks at a time
 };
 
 using Tensors = std::variant<Checkpoint, std::shared_ptr<InParts>>;
 
-/// A path as os.fsdecode() has it.
-nb::str decoded(const std::filesystem::path& path) {
-  return nb::str(nb::cast(path));
-}
-
 MergeInput input_of(const std::filesystem::path& name, const Tensors& tensors, double coefficient,
                     std::optional<int64_t> step) {
-  MergeInput input{name.string(), std::shared_ptr<const MergeSource>(), coefficient, step};
-  if (const auto* const opened = std::get_if<Checkpoint>(&tensors)) {
-    input.tensors = *opened;
-  } else {
-    input.tensors = std::shared_ptr<const MergeSource>(std::get<1>(tensors));
-  }
-  return input;
+  const auto as_input = [&](const auto& source) { return MergeInput{name.string(), source, coefficient, step}; };
+  return std::visit(as_input, tensors);
 }
 
 nb::dict as_dict(const MergeReport& report) {
-  nb::dict result;
-  nb::list inputs, files;
-  for (const auto& [name, step, coefficient] : report.inputs) {
-    nb::dict one;
-    one["name"] = decoded(name);
-    one["step"] = step;
-    one["coefficient"] = coefficient;
-    inputs.append(one);
-  }
-  for (const auto& file : report.files) files.append(decoded(file));
-  result["inputs"] = inputs;
+  nb::dict result = written(report);
+  result["inputs"] = list_of(report.inputs, [](const auto& input) {
+    nb::dict described;
+    described["name"] = decoded(input.name);
+    described["step"] = input.step;
+    described["coefficient"] = input.coefficient;
+    return described;
+  });
   result["sum"] = report.sum;
   result["newest"] = decoded(report.newest);
   result["averaged"] = report.averaged;
   result["taken"] = report.taken;
-  result["files"] = files;
   result["bytes_read"] = report.bytes_read;
-  result["bytes_written"] = report.bytes_written;
-  result["seconds"] = report.seconds;
   return result;
 }
 
@@ -172,20 +152,13 @@ MergeRule rule_of(const std::optional<std::vector<double>>& weights, bool normal
 
 void bind_merge(nb::module_& m) {
   m.attr("MERGE_KEY") = kMergeKey;
-  nb::class_<Coefficients>(m, "Coefficients", "Of a merge's inputs, in their order.")
-      .def_ro("values", &Coefficients::values)
-      .def_ro("formula", &Coefficients::formula)
-      .def_ro("index_error", &Coefficients::index_error);
   nb::class_<InParts>(
       m, "InParts",
       "A merge's input that Python reads: part(name, element) -> (address, first element, the one after the last).")
-      .def(nb::init<const std::map<std::string, std::pair<std::string, Shape>>&, nb::callable>(), "tensors"_a, "part"_a)
-      .def_prop_ro("tensors", &InParts::described, "{name: (dtype, shape)}");
+      .def(nb::init<nb::dict, nb::callable>(), "tensors"_a, "part"_a)
+      .def_prop_ro("tensors", &InParts::given, "{name: (dtype, shape)}");
   nb::class_<MergeInput>(m, "MergeInput", "One of the checkpoints that are merged.")
-      .def(nb::new_(&input_of), "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none())
-      .def_prop_ro("name", [](const MergeInput& input) { return decoded(input.name); })
-      .def_ro("step", &MergeInput::step)
-      .def_ro("coefficient", &MergeInput::coefficient);
+      .def(nb::new_(&input_of), "name"_a, "tensors"_a, "coefficient"_a = 0.0, "step"_a = nb::none());
   m.def("step_of", &step_of, "path"_a, "metadata"_a = Strings(),
         "Of a checkpoint, by its metadata or its path; None: not to be known.");
   m.def(
@@ -193,12 +166,14 @@ void bind_merge(nb::module_& m) {
       [](std::vector<MergeInput> inputs, const std::optional<std::vector<double>>& weights, bool normalize,
          std::optional<double> ema, bool per_step, std::optional<size_t> lawa,
          const std::optional<std::string>& curve) {
-        Coefficients found = weigh(inputs, rule_of(weights, normalize, ema, per_step, lawa, curve));
+        const Coefficients weighed = weigh(inputs, rule_of(weights, normalize, ema, per_step, lawa, curve));
         nb::str newest = decoded(inputs[newest_of(inputs)].name);
-        return std::tuple(std::move(inputs), std::move(found), std::move(newest));
+        return std::tuple(std::move(inputs), weighed.formula, weighed.index_error, std::move(newest));
       },
       "inputs"_a, "weights"_a.none(), "normalize"_a, "ema"_a.none(), "per_step"_a, "lawa"_a.none(), "curve"_a.none(),
-      "(inputs with their coefficients, in the rule's order; what these are; the name of the newest).");
+      "(inputs with their coefficients, in the rule's order; the rule's formula; how far weighing by index would be "
+      "off, "
+      "or None; the name of the newest).");
   m.def("merge", &merge_python, "group"_a, "inputs"_a, "path"_a, "dtype"_a = nb::none(), "max_shard_size"_a = 0,
         "metadata"_a = Strings(), "formula"_a = "", "verify"_a = true, "threads"_a = 4, "timeout"_a = 600.0,
         "progress"_a = nb::none(), "Collective; see include/shardow/merge.h.");

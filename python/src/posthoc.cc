@@ -29,13 +29,8 @@ nb::dict synthesize(Group& group, const posthoc::Plan& plan, const std::filesyst
   const auto options = writing<MergeOptions>(dtype, max_shard_size, {}, timeout, callbacks.progress(progress));
   MergeReport report;
   callbacks.run([&] { report = posthoc::synthesize(group, plan, path, options); });
-  nb::dict result;
-  nb::list files;
-  for (const auto& file : report.files) files.append(nb::str(nb::cast(file)));
-  result["files"] = files;
+  nb::dict result = written(report);
   result["bytes_read"] = report.bytes_read;
-  result["bytes_written"] = report.bytes_written;
-  result["seconds"] = report.seconds;
   return result;
 }
 
@@ -66,12 +61,7 @@ void bind_posthoc(nb::module_& m) {
       .def_ro("least", &Plan::least, "And than this, where stored averages are subnormal: of float16 snapshots.")
       .def_ro("size", &Plan::size, "sum |c_j|.")
       .def_prop_ro(
-          "left_out",
-          [](const Plan& plan) {
-            nb::list left_out;
-            for (const std::string& snapshot : plan.left_out) left_out.append(to_text(snapshot));
-            return left_out;
-          },
+          "left_out", [](const Plan& plan) { return list_of(plan.left_out, to_text); },
           "Snapshots of other runs, and of futures that were given up.")
       .def("__str__", [](const Plan& plan) { return nb::borrow<nb::str>(to_text(posthoc::describe(plan))); })
       .def("__repr__", [](const Plan& plan) {

@@ -41,20 +41,11 @@ std::vector<std::tuple<Shape, Shape, int64_t>> boxes(const Region& region) {
   return found;
 }
 
-nb::tuple tuple_of(const Shape& shape) {
-  nb::list list;
-  for (const int64_t size : shape) list.append(size);
-  return nb::tuple(list);
-}
-
 nb::bytes encoded(const Region& region) {
-  const std::string s = region.encode();
-  return nb::bytes(s.data(), s.size());
+  return to_bytes(region.encode());
 }
 
-using Places = std::vector<std::pair<int, int>>;
-
-std::pair<Region, int64_t> owned_part(const Region& region, const Places& places) {
+std::pair<Region, int64_t> owned_part(const Region& region, const std::vector<std::pair<int, int>>& places) {
   std::vector<average::ReplicaLevel> levels;
   for (const auto& [index, count] : places) levels.push_back({index, count});
   const auto [part, begin] = average::owned(region, levels);
@@ -76,26 +67,19 @@ void bind_region(nb::module_& m) {
       .def("part", &Region::part, "index"_a, "count"_a, "align"_a = 16,
            "Part `index` of `count` near-equal windows, cut at multiples of `align`.")
       .def_prop_ro(
-          "shape", [](const Region& r) { return tuple_of(r.shape()); }, "Shape of the global tensor.")
+          "shape", [](const Region& r) { return nb::tuple(nb::cast(r.shape())); }, "Shape of the global tensor.")
       .def_prop_ro("size", &Region::size, "Elements held.")
       .def_prop_ro(
-          "grid_shape", [](const Region& r) { return tuple_of(r.grid_shape()); },
+          "grid_shape", [](const Region& r) { return nb::tuple(nb::cast(r.grid_shape())); },
           "Shape of a shard's local tensor; a window is a stretch of that in row-major order.")
       .def_prop_ro("contiguous", &Region::contiguous, "At most one run.")
       .def("runs", &runs, "[(global_begin, local_begin, length)], in ascending order, in elements.")
       .def("boxes", &boxes, "[(offsets, sizes, local_begin)]: the region as axis-aligned boxes, in local order.")
       .def("encode", &encoded, "Bytes for another rank.")
       .def_static(
-          "decode",
-          [](const nb::bytes& b) {
-            return Region::decode({b.c_str(), b.size()});
-          },
-          "data"_a)
+          "decode", [](const nb::bytes& data) { return Region::decode(text_of(data)); }, "data"_a)
       .def("__getstate__", &encoded)
-      .def("__setstate__",
-           [](Region& self, const nb::bytes& b) {
-             new (&self) Region(Region::decode({b.c_str(), b.size()}));
-           })
+      .def("__setstate__", [](Region& self, const nb::bytes& b) { new (&self) Region(Region::decode(text_of(b))); })
       .def(
           "__deepcopy__", [](nb::handle self, nb::handle) { return nb::borrow(self); }, "memo"_a,
           nb::sig("def __deepcopy__(self, memo: dict, /) -> Region"), "Itself: a region never changes.")

@@ -45,23 +45,18 @@ class Marks {
   }
 
   uint64_t of(nb::handle tensor) const {
-    nb::dlpack::dltensor found;
-    if (describe(tensor, found)) return mark_of(found);
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
+    if (dlpack_ != nullptr && (type == tensor_.ptr() || type == parameter_.ptr())) {
+      nb::dlpack::dltensor described;  // borrows
+      if (dlpack_->describe(tensor.ptr(), &described) == 0) return mark_of(described);
+      PyErr_Clear();
+    }
     const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(data_ptr_.ptr(), tensor.ptr(), nullptr));
     if (!address.is_valid()) nb::raise_python_error();
     return nb::cast<uint64_t>(address);
   }
 
  private:
-  /// False where torch, or DLPack, does not know. The description borrows.
-  bool describe(nb::handle tensor, nb::dlpack::dltensor& found) const {
-    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
-    if (dlpack_ == nullptr || (type != tensor_.ptr() && type != parameter_.ptr())) return false;
-    if (dlpack_->describe(tensor.ptr(), &found) == 0) return true;
-    PyErr_Clear();
-    return false;
-  }
-
   /// Of DLPack's C exchange interface, version 1, what is used here.
   struct DlpackApi {
     uint32_t major_version, minor_version;
@@ -77,11 +72,11 @@ class Marks {
 class Watch {
  public:
   Watch(std::vector<nb::dict> modules, std::vector<nb::str> keys, std::vector<nb::object> whole,
-        std::vector<nb::object> sharded, Marks marks, nb::callable hint)
+        const std::vector<nb::object>& sharded, Marks marks, nb::callable hint)
       : modules_(std::move(modules)),
         keys_(std::move(keys)),
-        whole_(std::move(whole)),
-        sharded_(std::move(sharded)),
+        tensors_(std::move(whole)),
+        num_whole_(tensors_.size()),
         local_("_local_tensor"),
         marks_(std::move(marks)),
         hint_(std::move(hint)) {
@@ -89,7 +84,8 @@ class Watch {
       contents_.push_back(nb::borrow(child));
       return true;
     });
-    recorded_.resize(whole_.size() + sharded_.size());
+    tensors_.insert(tensors_.end(), sharded.begin(), sharded.end());
+    recorded_.resize(tensors_.size());
     visit([this](size_t i, uint64_t mark) {
       recorded_[i] = mark;
       return true;
@@ -112,7 +108,7 @@ class Watch {
   int traverse(visitproc found, void* arg) const {
     for (const nb::dict& module : modules_)
       if (const int stop = found(module.ptr(), arg); stop != 0) return stop;
-    for (const std::vector<nb::object>* held : {&contents_, &whole_, &sharded_})
+    for (const std::vector<nb::object>* held : {&contents_, &tensors_})
       for (const nb::object& object : *held)
         if (const int stop = found(object.ptr(), arg); stop != 0) return stop;
     return 0;
@@ -120,7 +116,7 @@ class Watch {
 
   void clear() {
     std::vector<nb::dict>().swap(modules_);
-    for (std::vector<nb::object>* held : {&contents_, &whole_, &sharded_}) std::vector<nb::object>().swap(*held);
+    for (std::vector<nb::object>* held : {&contents_, &tensors_}) std::vector<nb::object>().swap(*held);
     recorded_.clear();
   }
 
@@ -130,9 +126,8 @@ class Watch {
     hinted_ = true;
     try {
       std::vector<std::pair<uintptr_t, uintptr_t>> hints;
-      for (const nb::object& tensor : whole_) hints.push_back(nb::cast<std::pair<uintptr_t, uintptr_t>>(hint_(tensor)));
-      for (const nb::object& tensor : sharded_)
-        hints.push_back(nb::cast<std::pair<uintptr_t, uintptr_t>>(hint_(tensor.attr(local_))));
+      for (size_t i = 0; i < tensors_.size(); ++i)
+        hints.push_back(nb::cast<std::pair<uintptr_t, uintptr_t>>(hint_(plain(i))));
       hints_ = std::move(hints);
     } catch (const nb::python_error&) {  // a tensor that has become something else; memory_same() says so
     }
@@ -158,25 +153,21 @@ class Watch {
   // f(index, mark) of every tensor, until it returns false.
   template <class F>
   bool visit(F f) const {
-    size_t at = 0;
-    for (const nb::object& tensor : whole_) {
-      prefetch(at + kAhead);
-      if (!f(at++, marks_.of(tensor))) return false;
-    }
-    for (const nb::object& tensor : sharded_) {
-      prefetch(at + kAhead);
-      if (!f(at++, marks_.of(tensor.attr(local_)))) return false;
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      prefetch(i + kAhead);
+      if (!f(i, marks_.of(plain(i)))) return false;
     }
     return true;
   }
+
+  nb::object plain(size_t i) const { return i < num_whole_ ? tensors_[i] : tensors_[i].attr(local_); }
 
   // After a step the tensors' objects are out of the caches, and each would be waited for, one pointer after the other:
   // three quarters of the time of a check. Inlined by force: as a call, g++ takes it for a function without effect and
   // drops it.
   [[gnu::always_inline]] void prefetch(size_t i) const {
     if (i >= hints_.size()) return;
-    const PyObject* object = (i < whole_.size() ? whole_[i] : sharded_[i - whole_.size()]).ptr();
-    __builtin_prefetch(object);
+    __builtin_prefetch(tensors_[i].ptr());
     for (uintptr_t line = 0; line < kTensorBytes; line += kLine)
       __builtin_prefetch(reinterpret_cast<const char*>(hints_[i].first + line));
     for (uintptr_t line = 0; line < kStorageBytes; line += kLine)
@@ -191,8 +182,8 @@ class Watch {
   std::vector<nb::dict> modules_;  // what is in each one's __dict__
   std::vector<nb::str> keys_;
   std::vector<nb::object> contents_;
-  std::vector<nb::object> whole_;
-  std::vector<nb::object> sharded_;
+  std::vector<nb::object> tensors_;  // whole ones first
+  size_t num_whole_;
   nb::str local_;
   Marks marks_;
   nb::callable hint_;
@@ -233,8 +224,8 @@ void bind_watch(nb::module_& m) {
       "Remembers what modules hold, by their __dict__, in the dicts with these keys, and where and how whole tensors, "
       "and the _local_tensor of sharded ones, lie. "
       "hint(tensor): two addresses that torch will read for it; wrong ones do no harm.")
-      .def(nb::init<std::vector<nb::dict>, std::vector<nb::str>, std::vector<nb::object>, std::vector<nb::object>,
-                    Marks, nb::callable>(),
+      .def(nb::init<std::vector<nb::dict>, std::vector<nb::str>, std::vector<nb::object>,
+                    const std::vector<nb::object>&, Marks, nb::callable>(),
            "modules"_a, "keys"_a, "whole"_a, "sharded"_a, "marks"_a, "hint"_a)
       .def("tree_same", &Watch::tree_same, "Every module holds the very objects that it held.")
       .def("memory_same", &Watch::memory_same, "Every tensor lies where and as it lay.");

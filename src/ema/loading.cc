@@ -47,9 +47,9 @@ Keys keys_at(const base::Path& path, size_t wanted) {
   }
 }
 
-const std::string& state_in(const file::Catalog& file, const std::string& where) {
-  const auto found = file.metadata().find(kStateKey);
-  if (found != file.metadata().end()) return found->second;
+const std::string& state_in(const std::map<std::string, std::string>& metadata, const std::string& where) {
+  const auto found = metadata.find(kStateKey);
+  if (found != metadata.end()) return found->second;
   fail(Code::kCorrupt,
        "{} is not a saved EMA: its metadata has no '{}'; load weights alone as such (in Python with load_state_dict())",
        where, kStateKey);
@@ -80,14 +80,19 @@ std::vector<std::string> Loading::names_at(const base::Path& path) const {
   return names;
 }
 
-std::vector<file::Chosen> Loading::choose(const file::Catalogs& files, const std::string& where, bool strict) {
-  if (files.size() != ema_.size()) {
+void Loading::look(const std::map<std::string, std::string>& metadata, size_t files, const base::Path& where) {
+  if (files != ema_.size()) {
     fail(Code::kInvalidArgument,
-         "{} is one file, and this EMA keeps {} averages, each in its own; load their directory", where, ema_.size());
+         "{} is one file, and this EMA keeps {} averages, each in its own; load their directory", where.string(),
+         ema_.size());
   }
-  state_ = state_in(*files.front(), where);
-  taken_as(decay_keys_in({{kStateKey, state_}}), decay_keys(ema_.schedules()), from_, where);
+  state_ = state_in(metadata, where.string());
+  taken_as(decay_keys_in({{kStateKey, state_}}), decay_keys(ema_.schedules()), from_, where.string());
   if (from_ == OptionsFrom::kFile) changed_ = ema_.differences(state_);
+}
+
+std::vector<file::Chosen> Loading::choose(const file::Catalogs& files, const std::string& where, bool strict) {
+  look(files.front()->metadata(), files.size(), where);
   std::vector<file::Chosen> chosen;
   for (size_t k = 0; k < ema_.size(); ++k) {
     const std::span<const TensorView> views = ema_.views(k);  // throws while swapped

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -30,8 +31,11 @@ class Loading {
   /// Names of the files of the EMA at `path`, in the order of the averages; none where the path is that of its file.
   std::vector<std::string> names_at(const std::filesystem::path& path) const;
 
-  /// Everything of all `files`, which are in the order of the averages. Throws for what is no EMA, has averages of
+  /// Takes the state in the `metadata` of a saved EMA with so many files. Throws for what is no EMA, has averages of
   /// other numbers, or would change options that can't be changed. `where`: for messages.
+  void look(const std::map<std::string, std::string>& metadata, size_t files, const std::filesystem::path& where);
+
+  /// look(), and everything of all `files`, which are in the order of the averages.
   std::vector<file::Chosen> choose(const file::Catalogs& files, const std::string& where, bool strict);
 
   void begin(int rank);  ///< takes the counters, and with OptionsFrom::kFile the options

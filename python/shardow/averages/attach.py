@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from shardow import errors
 from shardow.base.checks import invalid, number, warn
@@ -32,11 +32,10 @@ class Handle:
             if (own := handle()) is not None and (all_ := own._attachments()) is not None:
                 verb(all_, own)
 
-        hooks = [
-            optimizer.register_step_pre_hook(lambda *_: call(Attachments.before)),
-            optimizer.register_step_post_hook(lambda *_: call(Attachments.after)),
-        ]
-        self._detach = weakref.finalize(attachments, _remove, hooks)
+        hooks = contextlib.ExitStack()
+        hooks.callback(optimizer.register_step_pre_hook(lambda *_: call(Attachments.before)).remove)
+        hooks.callback(optimizer.register_step_post_hook(lambda *_: call(Attachments.after)).remove)
+        self._detach = weakref.finalize(attachments, hooks.close)
         self._detach.atexit = False
         _attached.setdefault(optimizer, weakref.WeakSet()).add(self)
 
@@ -51,11 +50,6 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
-
-
-def _remove(hooks: Iterable[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 class Attachments:

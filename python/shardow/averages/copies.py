@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from shardow.averages import state as _state
 from shardow.base.checks import unsupported, warn
-from shardow.distributed.gather import Gatherer
+from shardow.distributed.gather import Gatherer, take
 from shardow.files.reading import choose
 from shardow.model.extra_state import extra_states, give
-from shardow.model.local import oddity
+from shardow.model.local import oddity, refuse_expanded
+from shardow.model.match import compare
 from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import find
 
@@ -25,19 +26,32 @@ if TYPE_CHECKING:
 def copy_to(core: Averages, model: nn.Module, decay: object, complete: bool = True) -> None:
     """See EMA.copy_to(). ``complete``: with all else that a complete model has."""
     target = find(model, group=core.view.process_group, odd=True)
+    places = {one.name: one for one in [*target.parameters, *target.buffers]}
 
     def check() -> Facts:
         core.swap.ready("copy_to()")
         refuse_foreign("copy_to()", lambda: [one.tensor for one in target.as_it_is_now()], writes=True)
-        _state.refuse_unlike(core.tracked, target)
+        shapes = {row.name: row.local.region.shape for row in core.tracked}
+        found = compare(shapes, {name: place.region.shape for name, place in places.items() if name in shapes})
+        found.refuse("copy_to()", "the other model", done="nothing was copied")
+        for place in places.values():
+            if not oddity(place.tensor):
+                refuse_expanded(place.name, place.tensor)
         target.refuse_written()
         return core.asked(decay)()
 
     others = core.others if complete else None
     core.ranks.step("copy_to()", lambda: core.handing_out("copy_to()", others, check))
     parts = core.held(choose(core.keys, decay), complete).parts
-    _state.copy_streamed(Gatherer("copy_to()", parts, core.ranks), target)
-    target.bump_versions()
+    devices = defaultdict(lambda: torch.device("cpu"), {name: place.tensor.device for name, place in places.items()})
+    target.reshard()
+    # Each full tensor visits every rank once, and each keeps its slice of it.
+    for name, full in Gatherer("copy_to()", parts, core.ranks).everywhere(devices.__getitem__):
+        if (place := places.get(name)) is not None:
+            flat = place.flat()
+            take(full, place.region, flat)
+            place.put(flat)
+    target.written()
     if not complete:
         return
     give(model, extra_states(core.view.model))

@@ -33,15 +33,15 @@ class Lineage:
 
     def __init__(self, past: Sequence[dict[str, Any]] = (), seen: Counts = Counts(0, 0, 0, 0.0)) -> None:  # noqa: B008
         self._past, self.seen = list(past), seen
-        self._own: dict[str, Any] | None = None  # this process's segment, but for its updates
+        self._own: dict[str, Any] = {}  # this process's segment, once it has begun, but for its updates
         self._updates: list[list[Any]] = []  # [first step, every, count, samples at the first, samples between two]
 
     @property
     def begun(self) -> bool:
-        return self._own is not None and bool(self._own["run"])
+        return bool(self._own.get("run"))
 
     def runs(self) -> set[str]:
-        return {one["run"] for one in (*self._past, *([self._own] if self._own else []))}
+        return {segment["run"] for segment in (*self._past, self._own) if segment}
 
     def begin(self, state: str, keys: Sequence[str], run: str) -> None:
         """From here on updates are those of ``run`` (empty while it takes no snapshots), under the options of
@@ -51,13 +51,13 @@ class Lineage:
         schedules = dict(zip(keys, now["schedules"], strict=True))
         self._past = _renamed(self._segments(), keys)
         self._own = {"run": run, "start_step": now["start_step"], "schedules": schedules}
-        self._every, self._start = now["update_every"], now["start_step"]
+        self._every = now["update_every"]
         self._in_samples = any(one["kind"] == "half_life_in_samples" for one in schedules.values())
         self._updates = []
 
     def replace(self, runs: set[str]) -> None:
         """This one takes the place of others."""
-        if self._own is not None and (more := runs - self.runs()):
+        if more := runs - self.runs():
             self._own["replaces"] = sorted(more.union(self._own.get("replaces", ())))
 
     def see(self, now: Counts) -> None:
@@ -73,7 +73,7 @@ class Lineage:
         return json.dumps({"format": 2 if packed else 1, "segments": segments}, separators=(",", ":"))
 
     def _segments(self) -> list[dict[str, Any]]:
-        if self._own is None or not self._updates:
+        if not self._updates:
             return self._past
         numbers = 5 if self._in_samples else 3
         return [*self._past, {**self._own, "updates": [one[:numbers] for one in self._updates]}]
@@ -81,17 +81,17 @@ class Lineage:
     def to_save(self, engine: _core.Average, keys: Sequence[str]) -> str:
         """The record up to now, for a state that is saved. Local."""
         now = Counts(*engine.progress)
-        if now.applied > self.seen.applied and self._own is None:
+        if now.applied > self.seen.applied and not self._own:
             self.begin(engine.state(), keys, "")
         self.see(now)
         return self.record()
 
     def _extend(self, now: Counts) -> None:
-        made, before = now.updates - self.seen.updates, self.seen.applied
-        if made <= 1 and (made == 0 or before >= self._start or before == 0):
+        made, before, start = now.updates - self.seen.updates, self.seen.applied, self._own["start_step"]
+        if made <= 1 and (made == 0 or before >= start or before == 0):
             return self._add(now.applied, now.samples)
-        if before < self._start:  # the copy that averaging began with
-            before = self._start
+        if before < start:  # the copy that averaging began with
+            before = start
             self._add(before, self.seen.samples)
         gap = now.applied - before
         even = gap == made * self._every and not self._in_samples
@@ -155,9 +155,10 @@ def with_record(state: str, lineage: Lineage | None, engine: _core.Average, keys
     return json.dumps({**json.loads(state), IN_STATE: json.loads(lineage.to_save(engine, keys))})
 
 
-def record_in(state: str) -> str | None:
-    found = json.loads(state).get(IN_STATE)
-    return None if found is None else json.dumps(found)
+def metadata_of(state: str) -> dict[str, str]:
+    """Returns what with_record() wrote as the metadata of a file have it."""
+    record = json.loads(state).get(IN_STATE)
+    return {_core.STATE_KEY: state} | ({} if record is None else {_core.RECORD_KEY: json.dumps(record)})
 
 
 def _renamed(segments: list[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:

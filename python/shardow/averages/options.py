@@ -91,8 +91,10 @@ class Options:
 
 
 _WORDS = {
-    "replicas": get_args(Replicas), "rule": get_args(Rule), "nonfinite": get_args(NonFinite),
+    "params": ("trainable", "all"), "buffers": ("copy", "average", "ignore"), "replicas": get_args(Replicas),
+    "rule": get_args(Rule), "nonfinite": get_args(NonFinite),
 }  # fmt: skip
+_PREDICATES = {"params", "buffers"}
 _BOUNDS = {
     "update_every": (1, 2**62), "start_step": (0, 2**62), "seed": (0, 2**64 - 1), "threads": (0, 2**31 - 1),
     "ring_bytes": (1, 2**62),
@@ -116,12 +118,9 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
         lost = "lose most increments with a decay near 1, rounded to nearest"
         noise = "carry 0.5 to 1.6 % of noise, stochastically rounded"
         warn(f"averages in {dtype} {noise if stochastic else lost}; torch.float32 is the default for a reason")
-    if not callable(asked["params"]):
-        one_of("params", asked["params"], ("trainable", "all"))
-    if not callable(asked["buffers"]):
-        one_of("buffers", asked["buffers"], ("copy", "average", "ignore"))
     for name, words in _WORDS.items():
-        one_of(name, asked[name], words)
+        if name not in _PREDICATES or not callable(asked[name]):
+            one_of(name, asked[name], words)
     for name, (least, most) in _BOUNDS.items():
         asked[name] = whole(name, asked[name], least, most)
     return Options(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ import torch
 from shardow import _core, errors
 from shardow.averages import lineage
 from shardow.averages.core import Averages
-from shardow.averages.state_dict import Decay, OptionsFrom, warn_of_changes
-from shardow.base.checks import invalid, one_of, whole
+from shardow.averages.state_dict import Decay, OptionsFrom, Taking
+from shardow.base.checks import invalid, whole
 from shardow.base.progress import Progress
 from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import Comparison, RankGroup, Step, equal_facts, equal_states
@@ -23,7 +23,7 @@ from shardow.files import engine, paths
 from shardow.files.background import SaveHandle
 from shardow.files.reading import choose
 from shardow.model import dtypes
-from shardow.model.equal import Common, common_of, equal_copies
+from shardow.model.equal import common_of, equal_copies
 from shardow.model.extra_state import extra_states
 from shardow.model.local import refuse_all_odd
 from shardow.model.saved_form import saved_form
@@ -101,8 +101,7 @@ class Found(NamedTuple):
     @property
     def run(self) -> str:
         """Of the process that took it."""
-        segments = json.loads(self.record)["segments"]
-        return str(segments[-1]["run"]) if segments else ""
+        return str(["", *(one["run"] for one in json.loads(self.record)["segments"])][-1])
 
 
 def directory_of(step: int) -> str:
@@ -157,9 +156,9 @@ def _found(directory: Path, step: int) -> Found | None:
     at = directory / directory_of(step)
     try:
         files = _core.ema_files_in(at)
-        record = _core.Checkpoint.open(at / next(iter(files.values()))).metadata.get(_core.RECORD_KEY)
-        return None if record is None else Found(step, record, list(files))
-    except (StopIteration, errors.Error):
+        record = _core.Checkpoint.open(at / next(iter(files.values()))).metadata[_core.RECORD_KEY]
+        return Found(step, record, list(files))
+    except (StopIteration, KeyError, errors.Error):
         # Neither ours nor whole: it is replaced where this run comes to its step.
         return None
 
@@ -185,12 +184,10 @@ def load(
     loading = _FileLoad(averages, path, bool(strict), bool(verify), options)
     with averages.or_as_before():
         reports = loading.run(path, averages.ranks, verify=bool(verify), progress=progress)
-        loading.taking.finish("load()")
-    missing, unexpected = (
-        [*dict.fromkeys(name for one in reports for name in one[list_])] for list_ in ("missing", "unexpected")
-    )
+        loading.taking.finish()
+    names = {list_: [*dict.fromkeys(chain(*(one[list_] for one in reports)))] for list_ in ("missing", "unexpected")}
     bytes_read, seconds = sum(one["bytes_read"] for one in reports), max(one["seconds"] for one in reports)
-    return {"missing": missing, "unexpected": unexpected, "bytes_read": bytes_read, "seconds": seconds}
+    return {**names, "bytes_read": bytes_read, "seconds": seconds}
 
 
 def export(
@@ -219,28 +216,6 @@ def export(
     return engine.SaveCall(find, path, ranks, "export()", progress).write()
 
 
-class Taking:
-    """Averages that go on from files: what one rank does in an engine.Load, within or_as_before()."""
-
-    def __init__(self, averages: Averages, options: OptionsFrom) -> None:
-        self._averages = averages
-        self.loading = _core.Loading(averages.engine, getattr(_core.OptionsFrom, options))
-
-    def choose(self, files: Sequence[_core.Checkpoint], where: str) -> list[list[Part]]:
-        """Returns what is read of each file; they are in the order of the averages. Raises for what does not fit."""
-        metadata = files[0].metadata
-        self._record, self._state = metadata.get(_core.RECORD_KEY), metadata.get(_core.STATE_KEY, "")
-        lineage.check(self._record, len(files), where)
-        self.loading.check(list(files), where)
-        return [self._averages.parts(k) for k in range(len(files))]
-
-    def finish(self, what: str) -> None:
-        """On every rank, when all have read."""
-        averages = self._averages
-        warn_of_changes(averages, what, self.loading.changed)
-        averages.go_on_from(lineage.taken(averages.engine, self._record, self._state, averages.keys))
-
-
 class _FileLoad(engine.Load):
     """EMA.load() of one rank."""
 
@@ -252,7 +227,6 @@ class _FileLoad(engine.Load):
 
     def look(self) -> list[Comparison]:
         self._averages.swap.refuse("load()")
-        one_of("options", self._options, ("file", "own"))
         self._where = paths.to_read(self._path)
         self.taking = Taking(self._averages, self._options)
         return [equal_facts("load()", {**self._facts, "path": self._where}, self._averages.ranks)]
@@ -261,16 +235,11 @@ class _FileLoad(engine.Load):
         return self._where, self.taking.loading.names_at(self._where), b""
 
     def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
-        return [(parts, self._strict) for parts in self.taking.choose(files, self._where)]
+        self.taking.look(files[0].metadata, len(files), self._where)
+        return [(self._averages.parts(k), self._strict) for k in range(len(files))]
 
     def begin(self, _: list[Report]) -> None:
-        self.taking.loading.begin(self._averages.ranks.rank)
-
-
-def common_beside(averages: Averages, what: str) -> list[Common | None]:
-    """Returns what ranks should have in common, for one comparison with all else that they save. Raises where averages
-    can't be handed out."""
-    return [common and replace(common, name=f"averages of {common.name}") for common in averages.handed_out(what)]
+        self.taking.begin("load()", self._averages.ranks.rank)
 
 
 def to_save_beside(

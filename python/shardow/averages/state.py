@@ -1,33 +1,30 @@
-"""The averages as a nested dict, and back: what state_dict, load_state_dict, copy_to and distance are made of."""
+"""The averages as a nested dict, and back: what state_dict, load_state_dict and distance are made of."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from shardow import _core
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
 from shardow.distributed import gather
 from shardow.distributed.rank_group import RankGroup
 from shardow.model.dtensor import region_of
-from shardow.model.local import oddity, refuse_expanded
 from shardow.model.match import Fit, compare
 from shardow.model.piece import Piece
-from shardow.model.view import ModelView
 
 HINT = "strict=False takes what there is"
 
 _CHUNK = 1 << 20  # elements of a temporary
 
-#: (memory to fill, value, region of the value's tensor that the memory holds; None: the value is that very piece)
-Copy = tuple[torch.Tensor, torch.Tensor, "_core.Region | None"]
+Copy = Callable[[], object]  # fills a part of the averages
 
 
 def as_tensor(one: Tracked, k: int) -> torch.Tensor:
@@ -80,8 +77,8 @@ def check(
 
 
 def copies_of(parts: Iterable[gather.Part], state: Mapping[str, Any], fit: Fit[Any]) -> list[Copy]:
-    """Returns how the values of ``state`` that fit get into ``parts``. A value that is another part makes an entry of
-    ``fit.elsewhere``."""
+    """Returns how the values of ``state`` that fit get into ``parts``; they are what slices like a tensor. A value that
+    is another part makes an entry of ``fit.elsewhere``."""
     wrong = {name for name, *_ in fit.different}
     copies: list[Copy] = []
     for part in parts:
@@ -93,21 +90,13 @@ def copies_of(parts: Iterable[gather.Part], state: Mapping[str, Any], fit: Fit[A
         elif hasattr(value, "_local_tensor"):
             region, local = region_of(part.name, value), value._local_tensor
         else:
-            copies.append((part.flat, value, part.region))
+            copies.append(partial(gather.take, value, part.region, part.flat))
             continue
         if region == part.region:
-            copies.append((part.flat, local.reshape(-1), None))
+            copies.append(partial(part.flat.copy_, local.reshape(-1)))
         else:
             fit.elsewhere.append(part.name)
     return copies
-
-
-def copy(target: torch.Tensor, value: Any, region: _core.Region | None) -> None:
-    """One entry of what check() returned. ``value`` may be anything that slices like a tensor."""
-    if region is not None:
-        gather.take(value, region, target)
-    elif value.data_ptr() != target.data_ptr():
-        target.copy_(value)
 
 
 def options_in(engine_state: str) -> str:
@@ -143,27 +132,3 @@ def _owned(one: Tracked, ranks: RankGroup) -> bool:
     divided = one.stretched or one.region.size < one.local.region.size
     copied = not divided and any(index > 0 for _, index, _ in one.local.replicas)
     return one.local.counts_on(ranks.rank) and not copied
-
-
-def refuse_unlike(tracked: Sequence[Tracked], target: ModelView) -> None:
-    """Before copy_streamed(): the other model has a place for each average."""
-    places = [*target.parameters, *target.buffers]
-    here = {one.name: tuple(one.local.region.shape) for one in tracked}
-    found = compare(here, {one.name: tuple(one.region.shape) for one in places if one.name in here})
-    found.refuse("copy_to()", "the other model", done="nothing was copied")
-    for one in places:
-        if not oddity(one.tensor):
-            refuse_expanded(one.name, one.tensor)
-
-
-def copy_streamed(gatherer: gather.Gatherer, target: ModelView) -> None:
-    """Each full tensor visits every rank once, and each keeps its slice of it."""
-    places = {one.name: one for one in [*target.parameters, *target.buffers]}
-    target.reshard()
-    cpu = torch.device("cpu")
-    for name, full in gatherer.everywhere(lambda name: places[name].tensor.device if name in places else cpu):
-        if (place := places.get(name)) is not None:
-            flat = place.flat()
-            gather.take(full, place.region, flat)
-            place.put(flat)
-    target.reshard()

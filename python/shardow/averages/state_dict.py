@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -35,43 +35,60 @@ def make(averages: Averages) -> dict[str, Any]:
 def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: OptionsFrom) -> dict[str, list[str]]:
     """See EMA.load_state_dict()."""
 
-    def check() -> Step[tuple[list[_state.Copy], dict[str, list[str]]]]:
+    def check() -> Step[tuple[Taking, list[_state.Copy], dict[str, list[str]]]]:
         averages.swap.refuse("load_state_dict()")
         text = _state.engine_state(instance("state", state, Mapping))
-        keys = saved_keys(averages, _core.decay_keys_in({_core.STATE_KEY: text}), options, "the state")
+        taking = Taking(averages, options)
+        keys = taking.keys(_core.decay_keys_in({_core.STATE_KEY: text}), "the state")
         parts = [averages.parts(k) for k in range(len(keys))]
         checked = _state.check("load_state_dict()", state, parts, keys, strict)
-        lineage.check(lineage.record_in(text), len(keys), "the state")
-        changed = averages.engine.differences(text) if options == "file" else []
-        averages.engine.set_state(text, getattr(_core.OptionsFrom, options))
-        warn_of_changes(averages, "load_state_dict()", changed)
+        taking.look(lineage.metadata_of(text), len(keys), "the state")
+        taking.begin("load_state_dict()", 0)  # all of the counts, which are this rank's own
         facts = {"strict": bool(strict), "options": str(options)}
-        return Step(checked, [equal_facts("load_state_dict()", facts, averages.ranks)])
+        return Step((taking, *checked), [equal_facts("load_state_dict()", facts, averages.ranks)])
 
     with averages.or_as_before():
-        copies, report = averages.ranks.step("load_state_dict()", check)
-    for target, value, region in copies:
-        _state.copy(target, value, region)
-    text = _state.engine_state(state)
-    averages.go_on_from(lineage.taken(averages.engine, lineage.record_in(text), text, averages.keys))
+        taking, copies, report = averages.ranks.step("load_state_dict()", check)
+    for copy_ in copies:
+        copy_()
+    taking.finish()
     return report
 
 
-def saved_keys(averages: Averages, saved: list[str], options: OptionsFrom, where: str) -> list[str]:
-    """Returns, for each average, the key among ``saved`` that it is loaded from. ``where`` is for messages."""
-    one_of("options", options, ("file", "own"))
-    return _core.taken_as(saved, averages.keys, getattr(_core.OptionsFrom, options), where)
+class Taking:
+    """Averages that go on from saved ones: what one rank does in a load, within or_as_before()."""
 
+    def __init__(self, averages: Averages, options: OptionsFrom) -> None:
+        self._averages = averages
+        self._from = getattr(_core.OptionsFrom, one_of("options", options, get_args(OptionsFrom)))
+        self.loading = _core.Loading(averages.engine, self._from)
 
-def warn_of_changes(averages: Averages, what: str, changed: Sequence[tuple[str, str, str]]) -> None:
-    """Warns on rank 0 of ``changed``: (name, saved value, value before) of each option that is another one now."""
-    if changed and averages.ranks.rank == 0:
-        differences = "; ".join(
-            f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
-            for name, saved, before in changed
-        )
-        now = "What is there is in force now (but the dtype, which stays)"
-        warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
+    def keys(self, saved: Collection[str], where: str) -> list[str]:
+        """Returns, for each average, the key among ``saved`` that it is loaded from. ``where`` is for messages."""
+        return _core.taken_as([*saved], self._averages.keys, self._from, where)
+
+    def look(self, metadata: Mapping[str, str], files: int, where: str) -> None:
+        """Raises for what does not fit. ``metadata``: of the first of so many files."""
+        self._record, self._state = metadata.get(_core.RECORD_KEY), metadata.get(_core.STATE_KEY, "")
+        lineage.check(self._record, files, where)
+        self.loading.look(dict(metadata), files, where)
+
+    def begin(self, what: str, rank: int) -> None:
+        """Takes the state, of what all ranks counted together the part of ``rank``. Warns on rank 0 of options that are
+        others now."""
+        self.loading.begin(rank)
+        if self.loading.changed and self._averages.ranks.rank == 0:
+            differences = "; ".join(
+                f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
+                for name, saved, before in self.loading.changed
+            )
+            now = "What is there is in force now (but the dtype, which stays)"
+            warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
+
+    def finish(self) -> None:
+        """On every rank, when all have read."""
+        averages = self._averages
+        averages.go_on_from(lineage.taken(averages.engine, self._record, self._state, averages.keys))
 
 
 def _option_text(name: str, text: str) -> str:

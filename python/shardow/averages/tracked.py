@@ -8,7 +8,7 @@ import itertools
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -64,37 +64,27 @@ def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torc
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
 
 
-#: Of `source=`: a tensor of the parameter's local shape, or what Stretch is made of.
+#: Of `source=`: a tensor of the parameter's local shape, or a stretch: (tensor, first, "global" or "local").
 Source = torch.Tensor | tuple[torch.Tensor, int] | tuple[torch.Tensor, int, str]
 
 
-class Stretch(NamedTuple):
-    """``tensor``'s elements stand for those of a parameter from ``first`` on, in row-major order of the whole
-    parameter; ``of="local"``: of what this rank holds of it."""
-
-    tensor: torch.Tensor
-    first: int
-    of: str = "global"
-
-    def placed(self, local: LocalTensor) -> tuple[_core.Region, int]:
-        """(region, begin): the elements, and where they begin in the local memory. Raises ValueError where this rank
-        does not hold them.
-        """
-        size, first = self.tensor.numel(), self.first
-        if size == 0:
-            return local.region.window(0, 0), 0
-        if self.of not in ("global", "local") or first < 0:
-            raise invalid(
-                f"source= of '{local.name}': ({size} elements, {first}, {self.of!r}); the first is counted 'global' "
-                "or 'local'"
-            )
-        begin, end = first, first + size
-        if self.of == "global":
-            begin, end = local.region.position(begin), local.region.position(end)
-        if end - begin != size or end > local.region.size:
-            asked = f"elements [{first}, {first + size}), counted {self.of}"
-            raise invalid(f"source= of '{local.name}': {asked}, are not all on this rank, which holds {local.region}")
-        return local.region.window(begin, end), begin
+def _placed(local: LocalTensor, tensor: torch.Tensor, first: int, counted: str = "global") -> tuple[_core.Region, int]:
+    """Returns (region, begin) of a stretch: ``tensor``'s elements stand for those of a parameter from ``first`` on, in
+    row-major order of the whole parameter, or with ``counted="local"`` of what this rank holds of it. They begin at
+    element ``begin`` of the local memory. Raises ValueError where this rank does not hold them."""
+    size = tensor.numel()
+    if size == 0:
+        return local.region.window(0, 0), 0
+    if counted not in ("global", "local") or first < 0:
+        stretch = f"({size} elements, {first}, {counted!r})"
+        raise invalid(f"source= of '{local.name}': {stretch}; the first is counted 'global' or 'local'")
+    begin, end = first, first + size
+    if counted == "global":
+        begin, end = local.region.position(begin), local.region.position(end)
+    if end - begin != size or end > local.region.size:
+        asked = f"elements [{first}, {first + size}), counted {counted}"
+        raise invalid(f"source= of '{local.name}': {asked}, are not all on this rank, which holds {local.region}")
+    return local.region.window(begin, end), begin
 
 
 @dataclass(slots=True)
@@ -266,22 +256,19 @@ def _home(row: Tracked, options: Options) -> torch.device:
     )
 
 
-def _tracked(local: LocalTensor, replicas: str, given: Source | None) -> Tracked:
-    """``given``: what `source=` says of it."""
+def _tracked(local: LocalTensor, replicas: str, source: Source | None) -> Tracked:
+    """``source``: what `source=` says of it."""
     refuse_unaverageable(local)
-    if isinstance(given, tuple):
-        stretch = Stretch(*given)
-        if replicas == "copy" and local.replicas:
-            raise invalid(f"source= of '{local.name}' is a stretch, which no other rank has; it takes replicas='split'")
-        region, begin = stretch.placed(local)
-        return Tracked(
-            local, region, begin, _source(local, stretch.tensor, region.size, "elements from its first"), True
-        )
-    region, begin = divide(local, replicas)
-    master = None if given is None else _source(local, given, local.region.size, "of this rank's part")
-    if master is None:
+    if source is None:
         _refuse_dtype(local.name, local.tensor.dtype)
-    return Tracked(local, region, begin, master)
+        return Tracked(local, *divide(local, replicas))
+    if not isinstance(source, tuple):
+        master = _source(local, source, local.region.size, "of this rank's part")
+        return Tracked(local, *divide(local, replicas), master)
+    if replicas == "copy" and local.replicas:
+        raise invalid(f"source= of '{local.name}' is a stretch, which no other rank has; it takes replicas='split'")
+    region, begin = _placed(local, *source)
+    return Tracked(local, region, begin, _source(local, source[0], region.size, "elements from its first"), True)
 
 
 def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:

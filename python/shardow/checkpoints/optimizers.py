@@ -171,13 +171,8 @@ class Resumed:
         self._state: dict[int, Tree] = {}
         params = parameters(optimizer, view)
         named = [[local.name for p in group["params"] for local in params[id(p)]] for group in optimizer.param_groups]
-        self._groups = [
-            plain.decode(
-                {key: value for key, value in _group(i, names, tree["groups"]).items() if key != "params"},
-                self.wanted.whole,
-            )
-            for i, names in enumerate(named)
-        ]
+        options = [_options_of(i, names, tree["groups"]) for i, names in enumerate(named)]
+        self._groups: list[Tree] = plain.decode(options, self.wanted.whole)
         for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             locals_ = [one for one in params[id(p)] if one.name in tree["state"]]
             if not locals_ or (isinstance(locals_[0], FlatTensor) and not p.numel()):  # of which other ranks have all
@@ -228,8 +223,7 @@ class Resumed:
         at = 0
         for options, own in zip(self._groups, self._optimizer.param_groups, strict=True):
             params = range(at, at := at + len(own["params"]))  # torch looks for each parameter in it
-            names = {"param_names": own["param_names"]} if "param_names" in own else {}
-            groups.append({**own, **options, **names, "params": params})
+            groups.append({**own, **options, "params": params})
         self._optimizer.load_state_dict({"state": self._state, "param_groups": groups})
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
         for index, state in self._state.items():
@@ -239,11 +233,9 @@ class Resumed:
                 now[key] = tree_map(partial(_as_it_was, param), state[key], now[key])
 
 
-def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
-    """The group there that has these parameters; one without any is found by its number."""
-    if not names:
-        return there[number] if number < len(there) else {}
-    found = [one for one in there if not set(names).isdisjoint(one["params"])]
+def _options_of(number: int, names: list[str], there: list[Tree]) -> Tree:
+    """Returns those of the group there that has these parameters; one without any is found by its number."""
+    found = [one for one in there if not set(names).isdisjoint(one["params"])] if names else there[number : number + 1]
     new = sorted(set(names).difference(*(one["params"] for one in found)))
     if new or len(found) > 1:
         why = f"'{new[0]}' was in none" if new else f"those with '{names[0]}' were {len(found)} groups"
@@ -252,7 +244,7 @@ def _group(number: int, names: list[str], there: list[Tree]) -> Tree:
             "were, or begin with new "
             'states: optimizer="skip"'
         )
-    return found[0]
+    return {option: value for group in found for option, value in group.items() if option != "params"}
 
 
 def _as_it_was(param: torch.Tensor, value: Any, cast: Any) -> Any:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.averages.persistence import Taking
-from shardow.averages.state_dict import OptionsFrom, saved_keys
+from shardow.averages.state_dict import OptionsFrom, Taking
 from shardow.base import plain
 from shardow.base.checks import instance, invalid, one_of, warn
 from shardow.checkpoints import manifest
@@ -113,7 +112,7 @@ class Restoring(engine.Load):
         self._optimizers: list[Resumed] = []
         self._wanted: dict[str, tuple[list[Part], bool]] = {}
         self._parts = check_parts(one, self._given, self._skipped, self._absent or {}, where)
-        self._say_other_kinds(where)
+        self._compare_names(where)
         small = Wanted(self._files[manifest.STATE], "the state")
         self.state = plain.decode(one.state, small.whole, f"{where}: state")
         if self._given.model is not None and self._parts & {"model", "optimizer"}:
@@ -126,8 +125,6 @@ class Restoring(engine.Load):
             self._look_at_averages(where)
         if "optimizer" in self._parts:
             self._look_at_optimizers(where)
-        if "scheduler" in self._parts:
-            _same_names("scheduler", self._given.scheduler, one.scheduler, where)
         trees = one.scheduler if "scheduler" in self._parts else {}
         self._scheduler = {name: plain.decode(trees[name], small.whole, f"{where}: a scheduler") for name in trees}
         self._random = self._row(small)
@@ -140,7 +137,7 @@ class Restoring(engine.Load):
         if self._taking is not None:
             assert self._given.averages is not None
             self._kept.enter_context(self._given.averages._averages.or_as_before())
-            self._taking.loading.begin(self._given.averages._averages.ranks.rank)
+            self._taking.begin("load()", self._given.averages._averages.ranks.rank)
 
     def has_read(self) -> None:
         for one in self._optimizers:
@@ -164,7 +161,7 @@ class Restoring(engine.Load):
             with contextlib.ExitStack() as self._kept:
                 self.run(self._root, self._ranks, WHAT)
                 if self._taking is not None:
-                    self._taking.finish("load()")
+                    self._taking.finish()
         except (errors.CorruptError, errors.NotFoundError):  # the same on all ranks: saved again meanwhile, or removed
             if self._has_begun or tries == 1:
                 raise
@@ -186,24 +183,31 @@ class Restoring(engine.Load):
         assert self._given.averages is not None
         averages, files = self._given.averages._averages, self._one.averages
         averages.swap.refuse("restore()")
-        keys = saved_keys(averages, list(files), self._options, where)
         self._taking = Taking(averages, self._options)
-        for key, parts in zip(keys, self._taking.choose([self._files[files[key]] for key in keys], where), strict=True):
-            self._wanted[files[key]] = parts, True
+        names = [files[key] for key in self._taking.keys(files, where)]
+        self._taking.look(self._files[names[0]].metadata, len(names), where)
+        self._wanted |= {name: (averages.parts(k), True) for k, name in enumerate(names)}
 
     def _look_at_optimizers(self, where: str) -> None:
-        _same_names("optimizer", self._given.optimizer, self._one.optimizer, where)
-        file = self._files[manifest.OPTIMIZER]
-        for name, one in self._given.optimizer.items():
-            tree = self._one.optimizer[name]
-            self._optimizers.append(Resumed(one, self._view, tree, file, prefix("optimizer", name)))
+        file, trees = self._files[manifest.OPTIMIZER], self._one.optimizer
+        self._optimizers = [
+            Resumed(optimizer, self._view, trees[name], file, prefix("optimizer", name))
+            for name, optimizer in self._given.optimizer.items()
+        ]
         self._wanted[manifest.OPTIMIZER] = [part for one in self._optimizers for part in one.wanted.parts], True
 
-    def _say_other_kinds(self, where: str) -> None:
+    def _compare_names(self, where: str) -> None:
+        """Raises where several optimizers or schedulers have other names; warns where they are of other classes."""
         here = self._given.kinds()
-        for part in self._parts & self._one.kinds.keys():
-            for name, was in self._one.kinds[part].items():
-                if (now := here[part].get(name, was)) != was:
+        for part in sorted(self._parts & here.keys()):
+            given, there = here[part], getattr(self._one, part)
+            if set(given) != set(there):
+                names = [", ".join(sorted(one)) if set(one) != {""} else "one without a name" for one in (there, given)]
+                raise invalid(
+                    f"{where} has {part}: {names[0]}; given: {names[1]}. Give those that are there, by their names"
+                )
+            for name, was in self._one.kinds.get(part, {}).items():
+                if (now := given.get(name, was)) != was:
                     warn(
                         f"{where}: {f'{part} {name}'.strip()} was of class {was}, and is a {now}, which takes what it "
                         "finds of that; "
@@ -239,9 +243,3 @@ class Restoring(engine.Load):
             one.put()
         for name, state in self._scheduler.items():
             self._given.scheduler[name].load_state_dict(state)
-
-
-def _same_names(kind: str, given: Mapping[str, Any], there: Mapping[str, Any], where: str) -> None:
-    if set(given) != set(there):
-        names = [", ".join(sorted(one)) if set(one) != {""} else "one without a name" for one in (there, given)]
-        raise invalid(f"{where} has {kind}: {names[0]}; given: {names[1]}. Give those that are there, by their names")

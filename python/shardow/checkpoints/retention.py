@@ -66,8 +66,8 @@ def _was_whole(at: Path, marks: frozenset[object]) -> bool:
 def _remove(at: Path) -> None:
     """A step that another job saves anew at this moment stays."""
     _core.clear_dead_saves(at)
-    with contextlib.suppress(errors.DeadlineError), contextlib.closing(_core.LockedPath(at)):
-        _remove_locked(at)
+    with contextlib.suppress(errors.DeadlineError):
+        _core.while_locked(at, functools.partial(_remove_locked, at))
 
 
 def _remove_locked(at: Path) -> None:

@@ -16,7 +16,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import nn
 
 from shardow import _core
 from shardow.averages.core import Averages
-from shardow.averages.persistence import common_beside, to_save_beside
+from shardow.averages.persistence import to_save_beside
 from shardow.base import plain
 from shardow.base.checks import instance, invalid
 from shardow.checkpoints import manifest
@@ -179,9 +179,10 @@ class Saving:
         held = self._held.view.parameters if self._held is not None and self._held.view is not None else []
         weights = [weight for weight in map(common_of, held) if weight is not None]
         once = {weight.tensor.data_ptr() for weight in weights}  # replicas' averages follow them, compared by them
-        common = [] if averages is None else common_beside(averages, WHAT)
+        common = [] if averages is None else averages.handed_out(WHAT)
         more = [copy for copy in common if copy is not None and copy.tensor.data_ptr() not in once]
-        return [*weights, *self._optimizer.common, *self._values.common, *more]
+        named = [replace(copy, name=f"averages of {copy.name}") for copy in more]
+        return [*weights, *self._optimizer.common, *self._values.common, *named]
 
     def _facts(self, averages: list[str]) -> dict[str, Any]:
         """Returns what must be equal on all ranks, as the message names it where it is not."""
@@ -240,10 +241,8 @@ def random_states() -> bytes:
     if (numpy := sys.modules.get("numpy")) is not None:
         state = numpy.random.get_state(legacy=False)
         if state["bit_generator"] == "MT19937":
-            found["numpy"] = {
-                **state,
-                "state": {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])},
-            }
+            inner = state["state"]
+            found["numpy"] = {**state, "state": {"key": inner["key"].tolist(), "pos": int(inner["pos"])}}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = [_bytes(one) for one in torch.cuda.get_rng_state_all()]
     return json.dumps(plain.encode(found, "random generators"), separators=(",", ":")).encode()
@@ -255,10 +254,7 @@ def give_random(states: bytes) -> None:
     random.setstate(found["python"])
     torch.set_rng_state(_tensor(found["torch"]))
     if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
-        state = found["numpy"]
-        numpy.random.set_state(
-            {**state, "state": {**state["state"], "key": numpy.array(state["state"]["key"], dtype=numpy.uint32)}}
-        )
+        numpy.random.set_state(found["numpy"])
     if torch.cuda.is_available():
         for device, one in zip(range(torch.cuda.device_count()), found.get("cuda", ()), strict=False):
             torch.cuda.set_rng_state(_tensor(one), device)

@@ -36,6 +36,15 @@ def _tell() -> None:
         _core.fail_at_exit()
 
 
+def finish(save: _core.Save, path: object, committed: Callable[[], None] | None) -> dict[str, Any]:
+    """Writes and publishes a save, and calls ``committed()`` then."""
+    with naming(f"save() to {path}"):
+        report: dict[str, Any] = save.write()
+    if committed is not None:
+        committed()
+    return report
+
+
 class SaveHandle:
     """A save that is being written. The tensors may change meanwhile."""
 
@@ -50,10 +59,7 @@ class SaveHandle:
 
     def _write(self, save: _core.Save, committed: Callable[[], None] | None) -> None:
         try:
-            with naming(f"save() to {self._path}"):
-                self._report = save.write()
-            if committed is not None:
-                committed()
+            self._report = finish(save, self._path, committed)
         except BaseException as error:
             self._error = error
             _untold.append(self)

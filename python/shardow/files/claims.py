@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import invalid, warn
+from shardow.base.progress import Progress
 from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import Combined, RankGroup
 from shardow.distributed.store_group import ANSWER, store_group
@@ -56,10 +57,16 @@ class Claim:
         claim = {"job": self._job, "ranks": self._members, "digest": self.digest.total.decode()}
         return {KEY: json.dumps(claim)} if self._job else {}
 
-    def check(self) -> None:
-        """Raises where other ranks have claimed the path meanwhile. Of rank 0."""
-        if self._job and (refusal := self._refusal()):
-            raise invalid(refusal)
+    def watched(self, progress: Progress | None) -> Progress:
+        """Returns ``progress``, which raises where other ranks have claimed the path meanwhile. Of rank 0."""
+
+        def checked(done: int, total: int) -> None:
+            if self._job and (refusal := self._refusal()):
+                raise invalid(refusal)
+            if progress is not None:
+                progress(done, total)
+
+        return checked
 
     def _refusal(self) -> str:
         self._job = self._job or _job(self._path, min(ANSWER, self._ranks.timeout / 2)) or ""

@@ -21,7 +21,7 @@ from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import Comparison, RankGroup, Step, naming
 from shardow.distributed.store_group import store_group
 from shardow.files import paths
-from shardow.files.background import CHANNEL, SaveHandle, settle, start
+from shardow.files.background import CHANNEL, SaveHandle, finish, settle, start
 from shardow.files.claims import Claim
 from shardow.files.paths import StrPath
 from shardow.model import dtypes
@@ -105,17 +105,12 @@ class SaveCall:
 
     def write(self) -> dict[str, Any]:
         """Collective."""
-        with naming(f"save() to {self._path}"):
-            report: dict[str, Any] = self._open(self._ranks.group).write()
-        if self._committed is not None:
-            self._committed()
-        return report
+        return finish(self._open(self._ranks.group), self._path, self._committed)
 
     def write_in_background(self) -> SaveHandle:
         """Does what write() does, and returns when everything is copied. Collective, the rest in the background too."""
         process_group = self._ranks.process_group
-        with naming(f"save() to {self._path}"):
-            save = self._open(_core.solo() if process_group is None else store_group(process_group, CHANNEL))
+        save = self._open(_core.solo() if process_group is None else store_group(process_group, CHANNEL))
         if self._ranks.size > 1:
             keep_one()
         return start(process_group, save, self._target, self._committed)
@@ -123,7 +118,8 @@ class SaveCall:
     def _open(self, group: _core.Group) -> _core.Save:
         """Makes the first round, to which this rank brings its request."""
         make = functools.partial(_core.Save, group, self._request, self._ranks.timeout, self._metadata)
-        return self._ranks.verb(self._what, make, group)
+        with naming(f"save() to {self._path}"):
+            return self._ranks.verb(self._what, make, group)
 
     def _request(self) -> tuple[_core.SaveRequest, Progress | None, list[Comparison]]:
         step = self._find()
@@ -139,18 +135,9 @@ class SaveCall:
         if Claim.is_needed(self._ranks):
             parts = (part for file in files for part in file.parts)
             self._claim = Claim(self._target, [file.name for file in files], parts, self._ranks)
-            progress = self._checking(self._claim, progress)
+            progress = self._claim.watched(progress)
             compared.append(self._claim.digest)
         return _core.SaveRequest(engine_files, self._target, **self._to_save.options), progress, compared
-
-    @staticmethod
-    def _checking(claim: Claim, progress: Progress | None) -> Progress:
-        def checked(done: int, total: int) -> None:
-            claim.check()
-            if progress is not None:
-                progress(done, total)
-
-        return checked
 
     def _metadata(self) -> list[dict[str, str]]:
         claimed = {} if self._claim is None else self._claim.metadata()

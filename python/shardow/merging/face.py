@@ -128,9 +128,8 @@ def merge(
         options.update(engine.dtype_and_limit(dtype, max_shard_size), metadata=texts, target=paths.to_write(out))
 
     opened = Opened(what, "merge()", ranks, check)
-    formula, index_error = opened.coefficients.formula, opened.coefficients.index_error
-    report = engine.write_merged(opened.inputs, ranks, formula=formula, progress=progress, **options)
-    return {**report, "formula": formula, "index_error": index_error}
+    report = engine.write_merged(opened.inputs, ranks, formula=opened.formula, progress=progress, **options)
+    return {**report, "formula": opened.formula, "index_error": opened.index_error}
 
 
 class Merged:
@@ -146,13 +145,14 @@ class Merged:
 
 class Opened:
     """The inputs of a merge, opened by all ranks. ``tensors`` and ``metadata`` are those of the input of the latest
-    step, as a file tells them: {name: (dtype, shape)}. ``inputs``: all of the merge, in the order of their
-    ``coefficients``."""
+    step, as a file tells them: {name: (dtype, shape)}. ``inputs``: all of the merge, in the order of the rule, whose
+    ``formula`` gave them coefficients; ``index_error``: see merge()."""
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     metadata: dict[str, str]
     inputs: list[_core.MergeInput]
-    coefficients: _core.Coefficients
+    formula: str
+    index_error: float | None
 
     def __init__(
         self, merged: Merged, what: str, ranks: RankGroup, check: Callable[[], object] = lambda: None,
@@ -197,7 +197,7 @@ class Opened:
             _core.MergeInput(path, source, 0.0, step)
             for path, source, step in zip(merged.inputs, sources, steps, strict=True)
         ]
-        self.inputs, self.coefficients, newest = _core.weigh(inputs, **merged.rule)
+        self.inputs, self.formula, self.index_error, newest = _core.weigh(inputs, **merged.rule)
         last = merged.inputs.index(newest)
         self.tensors, self.metadata = sources[last].tensors, texts[last]
         self._then(self)

@@ -56,7 +56,7 @@ def parts_of(path: Path, key: str | None) -> _core.InParts:
         raise invalid(f"{path} has no tensors{'' if key is None else f' under {key!r}'}")
     if odd := [name for name in forms if not isinstance(name, str) or "\0" in name]:
         raise invalid(f"{path}: {odd[0]!r} is no name of a tensor; say where the weights are: key=")
-    named = {name: (dtypes.name_of(name, dtype), list(size)) for name, (dtype, size) in forms.items()}
+    named = {name: (dtypes.name_of(name, dtype), tuple(size)) for name, (dtype, size) in forms.items()}
     latest = torch.empty(0, device="cpu")  # asked for last: the engine copies from it until it asks again
 
     def memory(name: str, element: int) -> tuple[int, int, int]:

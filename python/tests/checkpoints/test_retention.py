@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import io
 import os
 import shutil
 import subprocess
@@ -206,7 +204,7 @@ def test_a_directory_that_takes_the_place_of_one_that_goes_is_left_alone(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on storage without locks, where no removal keeps another job from saving."""
-    monkeypatch.setattr(_core, "LockedPath", lambda _: io.BytesIO())
+    monkeypatch.setattr(_core, "while_locked", lambda _, work: work())
     checkpoints = shardow.Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
     own, new = getattr(os, call), []
@@ -227,9 +225,8 @@ def test_a_directory_that_takes_the_place_of_one_that_goes_is_left_alone(
 def test_a_step_that_another_job_is_saving_anew_stays(tmp_path: Path) -> None:
     checkpoints = shardow.Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
-    with contextlib.closing(_core.LockedPath(tmp_path / "step-000000001")):  # as that save holds it
-        save(checkpoints, 2)
-        assert there(tmp_path) == [1, 2]
+    _core.while_locked(tmp_path / "step-000000001", lambda: save(checkpoints, 2))  # as that save holds it
+    assert there(tmp_path) == [1, 2]
     save(checkpoints, 3)
     assert there(tmp_path) == [3]
     assert sorted(os.listdir(tmp_path)) == ["step-000000003"]

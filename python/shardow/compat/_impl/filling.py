@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardow.averages.core import Averages
-from shardow.averages.state import HINT, Copy, copies_of, copy
+from shardow.averages.state import HINT, Copy, copies_of
 from shardow.distributed.rank_group import RankGroup
 from shardow.model.local import LocalTensor
 from shardow.model.match import Fit, Form, fit
@@ -31,8 +31,8 @@ def fill(
         return held, copies, found
 
     held, copies, found = ranks.agree(what, check)
-    for target, value, region in copies:
-        copy(target, value, region)
+    for copy in copies:
+        copy()
     held.put_back()
     return found
 

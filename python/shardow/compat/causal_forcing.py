@@ -25,8 +25,7 @@ from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
 from shardow.compat._impl import files
-from shardow.compat._impl.filling import load_averages
-from shardow.compat._impl.swapped_model_proxy import ranks_of
+from shardow.compat._impl.swapped_model_proxy import load_averages, ranks_of
 from shardow.ema import EMA, model_averages
 from shardow.files.checkpoint import full_state_dict
 from shardow.model.match import compare

@@ -4,6 +4,7 @@ the origin's.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,10 +16,9 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import fraction, invalid
-from shardow.compat._impl.averaged import Averaged, follow
-from shardow.compat._impl.averaged_copy import Fate, Kind, everything
-from shardow.compat._impl.given_memory import Tensors
-from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy
+from shardow.compat._impl.averaged_copy import everything
+from shardow.compat._impl.given_memory import Fate, Kind, Tensors
+from shardow.compat._impl.swapped_model_proxy import Averaged, SwappedModelProxy, follow
 
 AvgFn = Callable[[Tensor, Tensor, "Tensor | int"], Tensor]
 MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
@@ -118,12 +118,11 @@ class AveragedModel(Averaged):
 
     def _change(self, averages: Tensors, weights: Tensors) -> None:
         """By a function that is not this module's."""
-        groups: dict[tuple[torch.device, torch.dtype], tuple[Tensors, Tensors]] = {}
-        for average, weight in zip(averages, weights, strict=True):
-            some = groups.setdefault((average.device, average.dtype), ([], []))
-            some[0].append(average)
-            some[1].append(weight)
-        for (device, _), (ours, theirs) in groups.items():
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for place, average in enumerate(averages):
+            groups[average.device, average.dtype].append(place)
+        for (device, _), places in groups.items():
+            ours, theirs = ([tensors[place] for place in places] for tensors in (averages, weights))
             count = self.n_averaged.to(device)
             if self.multi_avg_fn is not None:
                 self.multi_avg_fn(ours, theirs, count)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardow import schedules
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl import files
-from shardow.compat._impl.averaged import Averaged, Follower, follow, load
-from shardow.compat._impl.averaged_copy import AveragedCopy, Fate, Kind
-from shardow.compat._impl.averaged_copy import Rule as Chosen
-from shardow.compat._impl.swapped_model_proxy import NARROW, ranks_of, whole_averages
+from shardow.compat._impl.averaged_copy import AveragedCopy, ChosenRule
+from shardow.compat._impl.given_memory import Fate, Kind
+from shardow.compat._impl.swapped_model_proxy import NARROW, Averaged, Follower, follow, load, ranks_of, whole_averages
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
@@ -114,7 +114,7 @@ class ModelEmaV3(Averaged):
         first = next(model.parameters(), None)
         if device is not None and first is not None and device != first.device:
             foreach = False
-        rule: Chosen = functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp"
+        rule: ChosenRule = functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp"
         choose = _parameters_alone if exclude_buffers else _saved_floats
         rounding: dict[str, Any] = {"stochastic": stochastic_rounding, "seed": stochastic_rounding_seed}
         follower = follow(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
@@ -126,18 +126,12 @@ class ModelEmaV3(Averaged):
         self.stochastic_rounding, self.stochastic_rounding_seed = stochastic_rounding, stochastic_rounding_seed
 
     def get_decay(self, step: int | None = None) -> float:
-        """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else
-        ``decay``, and in a warm-up 1
-        - (1 + n / warmup_gamma) ** -warmup_power between ``min_decay`` and ``decay``."""
+        """``decay`` without a step; with one, that of shardow.schedules.timm()."""
         if step is None:
             return self.decay
-        counted = step - self.update_after_step - 1
-        if counted <= 0:
-            return 0.0
-        if not self.use_warmup:
-            return self.decay
-        warming: float = 1 - (1 + counted / self.warmup_gamma) ** -self.warmup_power
-        return max(min(warming, self.decay), self.min_decay)
+        numbers = {"use_warmup": self.use_warmup, "gamma": self.warmup_gamma, "power": self.warmup_power}
+        counted = max(1, step - self.update_after_step)
+        return schedules.timm(self.decay, self.min_decay, **numbers).factors(counted, 0)[0]
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
         """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
@@ -177,7 +171,7 @@ def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dty
 
 
 def _saved_floats(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
-    if kind == "temporary":
+    if kind == "table":
         return "leave"
     return "average" if tensor.is_floating_point() else "copy"
 

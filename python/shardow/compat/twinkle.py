@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -47,7 +46,7 @@ _LORA = ("lora_A", "lora_B", "lora_embedding")
 _VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
-class Strategy(ABC):
+class Strategy:
     """What both have in common: whole states, adapters and the optimizer's checkpoint, with one model on many ranks."""
 
     device_mesh: Any
@@ -60,13 +59,13 @@ class Strategy(ABC):
     def _loads_on_rank_0(self) -> bool:
         return self._memory_efficient_init and self.device_mesh is not None
 
-    @abstractmethod
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The model without what wrap_model() put around it."""
+        return model
 
-    @abstractmethod
     def needs_wrapped_optimizer_state(self) -> bool:
         """True where the optimizer's state can only be saved and loaded after wrap_model()."""
+        return self.device_mesh is not None
 
     # ---- expert parallelism, which is the model's own business here
 
@@ -163,10 +162,8 @@ def _is_of_adapter(name: str, adapter: str) -> bool:
 
 def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
     """By the model's own names. A file of PEFT's has them without the adapter's, and without ``modules_to_save``."""
-    held, in_model = (
-        held_by(model, None, saving=False),
-        re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)"),
-    )
+    held = held_by(model, None, saving=False)
+    in_model = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
     held.names = {name: (*names, *(in_model.sub("", alias) for alias in names)) for name, names in held.names.items()}
     where = f"adapter '{adapter}'"
     found = fit(held, weights, where)
@@ -214,12 +211,6 @@ class NativeFSDPStrategy(Strategy):
             "mixed_precision": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
         }
         return wrap(model, mesh, optimizer, _units(model), **options)
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def needs_wrapped_optimizer_state(self) -> bool:
-        return self.device_mesh is not None
 
 
 def _units(model: nn.Module) -> Any:
@@ -291,7 +282,7 @@ class AccelerateStrategy(Strategy):
                 parallelism_config=_parallelism(sizes),
                 kwargs_handlers=handlers,
             )
-        if self.fsdp_plugin is not None and not self._shards():
+        if self.fsdp_plugin is not None and not self.accelerator.is_fsdp2:
             warn(
                 f"accelerate does no FSDP here ({self.accelerator.distributed_type}, {self.accelerator.device}): "
                 "models will be replicated; NativeFSDPStrategy shards on CPUs too",
@@ -301,7 +292,7 @@ class AccelerateStrategy(Strategy):
     def wrap_model(self, model: nn.Module, *args: Any) -> Any:
         """``accelerator.prepare(model, *args)``, with its result: (model, optimizer, ...), FSDP2's at once.
         Collective."""
-        if not (self._memory_efficient_init and self._shards()):
+        if not (self._memory_efficient_init and self.accelerator.is_fsdp2):
             return self.accelerator.prepare(model, *args)
         ranks = all_ranks()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
@@ -331,9 +322,6 @@ class AccelerateStrategy(Strategy):
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)  # type: ignore[no-any-return]
 
     def needs_wrapped_optimizer_state(self) -> bool:
-        return self._shards()
-
-    def _shards(self) -> bool:
         return bool(self.accelerator.is_fsdp2)
 
 

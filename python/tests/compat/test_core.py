@@ -22,10 +22,10 @@ from torch.distributed.fsdp import fully_shard
 
 from shardow import EMA
 from shardow.averages.options import Rule
-from shardow.compat._impl.averaged_copy import AveragedCopy
+from shardow.compat._impl.averaged_copy import AveragedCopy, everything
 from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory, flat
 from shardow.compat._impl.parameter_list import ParameterList, copies
-from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, needed
+from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, proxy_for
 from shardow.compat.bagel import fsdp_ema_update
 from shardow.compat.torch_ema import ExponentialMovingAverage
 
@@ -181,9 +181,9 @@ def _stands_in() -> None:
     for layer in (model[0], model[3]):
         fully_shard(layer)
     fully_shard(model)
-    assert needed(model, "copy")
-    assert not needed(plain, "copy")
-    assert needed(plain, "split")
+    assert proxy_for(model, "lerp", everything) is not None
+    assert proxy_for(plain, "lerp", everything) is None
+    assert proxy_for(plain, "lerp", everything, replicas="split") is not None
     ema = EMA(model, 0.5, params="all", buffers="average", stochastic=False)
     stand_in = SwappedModelProxy(ema, model).eval()
     with torch.no_grad():

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardow.averages.options import Rule as EngineRule
-from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory, Tensors, warn_of_rounding
+from shardow.averages.options import Rule
+from shardow.compat._impl.given_memory import AveragedTensor, Choose, Fate, GivenMemory, Kind, Tensors, warn_of_rounding
 from shardow.model.match import Fit, compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
 
-Kind = Literal["parameter", "buffer", "temporary"]  # temporary: a buffer that state_dict() has not
-Fate = Literal["average", "copy", "leave"]
-Choose = Callable[[str, torch.Tensor, Kind], Fate]
 #: change(averages, weights) gets lists of tensors, of a sharded model this rank's parts in one dimension, and writes
 #: the former.
 Change = Callable[[Tensors, Tensors], None]
 #: A rule's name, or what tells it from (dtype of the weight, dtype of its average) of everything that is averaged.
-Rule = EngineRule | Callable[[list[tuple[torch.dtype, torch.dtype]]], EngineRule]
+ChosenRule = Rule | Callable[[list[tuple[torch.dtype, torch.dtype]]], Rule]
 
 
 def everything(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
@@ -30,7 +27,7 @@ def everything(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
 
 def everything_saved(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
     """What state_dict() has is averaged."""
-    return "leave" if kind == "temporary" else "average"
+    return "leave" if kind == "table" else "average"
 
 
 _ANEW = "Make the average anew after the model has its final form"
@@ -44,14 +41,13 @@ class AveragedCopy:
     """Keeps ``module``, of the model's structure and sharding, at the averages. Names are matched without what wrappers
     put into them. Replaced or moved tensors of either model, and another ``module``, are found at the next update, and
     paired again. ``rule``: as in GivenMemory, or a function that returns it; ``options``: as in GivenMemory.
-    ``choose``: whether a tensor is averaged, copied at each update, or left alone; integers are copied where others are
-    averaged.
+    ``choose``: the fate of each tensor; integers are copied where others are averaged.
     """
 
     _pairs: GivenMemory
     _model: nn.Module | None = None
 
-    def __init__(self, module: nn.Module, rule: Rule, choose: Choose = everything_saved, **options: Any) -> None:
+    def __init__(self, module: nn.Module, rule: ChosenRule, choose: Choose = everything_saved, **options: Any) -> None:
         self.module = module  # may be replaced by another one of the same form
         self._rule, self._choose, self._options = rule, choose, options
 
@@ -76,7 +72,7 @@ class AveragedCopy:
         self.bind(model).apply(change)
 
     def copy(self, model: nn.Module) -> None:
-        """Everything that is averaged or copied becomes the model's."""
+        """Everything becomes the model's, but for what is left alone."""
         self.bind(model).copy()
 
     def bind(self, model: nn.Module) -> GivenMemory:
@@ -101,7 +97,7 @@ class AveragedCopy:
     def _pair(self, model: nn.Module) -> None:
         self._model = None  # nothing is known until all is
         ours = find(self.module)
-        inner, weights = _unwrapped(model, ours)
+        weights = _unwrapped(model, ours)
         ours.reshard()
         weights.reshard()
         self._look(weights)
@@ -110,12 +106,12 @@ class AveragedCopy:
         _refuse(compare({local.name: local.region for local in ours.parameters}, regions))
         self._watched: list[tuple[Slot, int]] = []  # places of buffers in both modules, and addresses
         rows = [
-            AveragedTensor(local.name, known[local.name].tensor, local.tensor, copied=fate == "copy")
+            AveragedTensor(local.name, known[local.name].tensor, local.tensor, fate=fate)
             for local in ours.parameters
             if (fate := self._choose(local.name, known[local.name].tensor, "parameter")) != "leave"
         ]
-        rows += self._found_buffers(inner)
-        floating = [row for row in rows if row.average.is_floating_point() and not row.copied]
+        rows += self._found_buffers(weights.model)
+        floating = [row for row in rows if row.average.is_floating_point() and row.fate == "average"]
         dtypes = [(row.source.dtype, row.average.dtype) for row in floating]
         rule = self._rule if isinstance(self._rule, str) else self._rule(dtypes)
         self._pairs = GivenMemory(rows, rule, **self._options)
@@ -129,8 +125,7 @@ class AveragedCopy:
         seen: set[int] = set()
         for slot in slots(self.module, "buffer", "table"):
             buffer = slot.recorded
-            kind: Kind = "temporary" if slot.kind == "table" else "buffer"
-            fate = "leave" if id(buffer) in seen else self._choose(slot.name, buffer, kind)
+            fate = "leave" if id(buffer) in seen else self._choose(slot.name, buffer, slot.kind)
             if fate == "leave":
                 continue
             seen.add(id(buffer))
@@ -139,10 +134,10 @@ class AveragedCopy:
             _refuse(compare({slot.name: tuple(buffer.shape)}, shapes))
             assert other is not None  # what is missing was refused
             self._watched += [(place, place.recorded.data_ptr()) for place in (other, slot)]
-            yield AveragedTensor(slot.name, other.recorded, buffer, copied=fate == "copy")
+            yield AveragedTensor(slot.name, other.recorded, buffer, fate=fate)
 
 
-def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:
+def _unwrapped(model: nn.Module, ours: ModelView) -> ModelView:
     """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for
     it.
     """
@@ -150,7 +145,7 @@ def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]
     names = {local.name for local in ours.parameters}
     if isinstance(inner, nn.Module) and names and names.isdisjoint(local.name for local in weights.parameters):
         return _unwrapped(inner, ours)
-    return model, weights
+    return weights
 
 
 def _refuse(fit: Fit[Any]) -> None:
@@ -174,12 +169,6 @@ class TrainedCopy(AveragedCopy):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_keeps": self._keeps, "_warned": self._warned, "names": self.names}
-
-    def begin(self, model: nn.Module) -> None:
-        """Everything that both models save becomes the model's: frozen weights and buffers too."""
-        AveragedCopy(
-            self.module, "mul_add", lambda name, tensor, kind: "leave" if kind == "temporary" else "copy"
-        ).copy(model)
 
     def _unchanged(self) -> bool:
         return [parameter.requires_grad for parameter in self._parameters] == self._flags and super()._unchanged()

@@ -80,21 +80,17 @@ _PADDING = 0x4246  # id of a header field that readers skip; torch's own files h
 def write_gathered(what: str, path: Path, held: Held, ranks: RankGroup, dtype: torch.dtype | None = None) -> None:
     """The tensors of which ``held.parts`` are this rank's, each under all its names, into ``path``; floating ones as
     ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
-    failed: list[Exception] = []
     stream = Gatherer(what, held.parts, ranks).stream()
-    try:
-        if ranks.rank == 0:
-            _write_archive(path, held, dtype, stream)
-    except Exception as error:
-        failed.append(error)
-    for _ in stream:  # to the end in any case: the others send
-        pass
 
-    def finish() -> None:
-        if failed:
-            raise failed[0]
+    def write() -> None:
+        try:
+            if ranks.rank == 0:
+                _write_archive(path, held, dtype, stream)
+        finally:
+            for _ in stream:  # to the end in any case: the others send
+                pass
 
-    ranks.agree(what, finish)
+    ranks.agree(what, write)
 
 
 def _write_archive(

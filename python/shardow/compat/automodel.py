@@ -128,14 +128,13 @@ class Managed(ABC):
         it. Collective. It is published by one rename, and torch's cache of save plans, which other objects' saves may
         use, is left alone.
         """
-        path = Path(directory)
         entries = {**self._together("save()", self._live), **_counters(self.decay, self.updates)}
 
         def write(partial: Path) -> None:
             with _quiet_alone():
                 dcp_save(entries, checkpoint_id=str(partial), process_group=self._ranks.process_group)
 
-        files.publish("save()", path, path.with_name(f".{path.name}.partial"), self._ranks, write)
+        files.publish("save()", Path(directory), self._ranks, write)
 
     @torch.no_grad()
     def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
@@ -334,7 +333,7 @@ class EMAManager(Managed):
         return self._averages.held(complete=True)
 
     def _saveable(self) -> Saveable:
-        return {part.name: look(None, part.flat, part.region) for part in self._complete().parts}
+        return {part.name: Piece(part.flat, part.region) for part in self._complete().parts}
 
 
 def _is_in(names: frozenset[str], name: str, _: object) -> bool:

@@ -3,7 +3,6 @@ checkpoints of five files. fsdp_ema_update() averages by e.mul_(d).add_(p, alpha
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from shardow import errors
 from shardow.base.checks import invalid, unsupported, warn
@@ -81,9 +80,7 @@ def fsdp_wrapper(original_model: nn.Module, fsdp_config: FSDPConfig, ignored_mod
     low = torch.bfloat16
     return FSDP(
         original_model,
-        auto_wrap_policy=functools.partial(
-            lambda_auto_wrap_policy, lambda_fn=lambda module: _is_one_of(module, WRAPPED_CLASSES)
-        ),
+        auto_wrap_policy=CustomPolicy(lambda module: _is_one_of(module, WRAPPED_CLASSES)),
         ignored_modules=list(ignored_modules),
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low),
         device_id=device,
@@ -179,7 +176,7 @@ class FSDPCheckpoint:
             if ranks.rank == 0 and data_status is not None:
                 files.write(data_status, partial / "data_status.pt")
 
-        files.publish("fsdp_save_ckpt()", path, _beside(path, ranks), ranks, fill)
+        files.publish("fsdp_save_ckpt()", path, ranks, fill)
 
     @staticmethod
     def try_load_ckpt(
@@ -309,16 +306,3 @@ def _existing(resume_from: str | Path | None, ranks: RankGroup) -> Path | None:
         return path
     warn(f"{path}, to resume from, does not exist")
     return None
-
-
-def _beside(path: Path, ranks: RankGroup) -> Path:
-    """Where rank 0 finds room for what is not whole yet."""
-    folder = path.parent
-
-    def choose() -> bytes:
-        folder.mkdir(parents=True, exist_ok=True)
-        if folder.stat().st_dev == folder.parent.stat().st_dev and os.access(folder.parent, os.W_OK):
-            return os.fsencode(folder.parent / f".{folder.name}-{path.name}.partial")
-        return os.fsencode(folder / f".{path.name}.partial")
-
-    return Path(os.fsdecode(ranks.on_first("fsdp_save_ckpt()", choose)))

@@ -19,7 +19,7 @@ from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl import files
 from shardow.compat._impl.averaged_copy import AveragedCopy, ChosenRule
 from shardow.compat._impl.given_memory import Fate, Kind
-from shardow.compat._impl.swapped_model_proxy import NARROW, Averaged, Follower, follow, load, ranks_of, whole_averages
+from shardow.compat._impl.swapped_model_proxy import NARROW, Averaged, follow, load, ranks_of, whole_averages
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
@@ -135,29 +135,26 @@ class ModelEmaV3(Averaged):
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
         """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
-        self._average(self._follow(), model, self.get_decay(step))
+        self._average(model, self.get_decay(step), self.exclude_buffers)
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         """update() by ``decay``; buffers are averaged. NotImplementedError of stand-ins made with
         ``exclude_buffers``."""
-        self._average(self._followed_by(False), model, decay)
+        self._average(model, decay, exclude_buffers=False)
 
     def apply_update_no_buffers_(self, model: nn.Module, decay: float) -> None:
         """update() by ``decay``; buffers are copied. NotImplementedError of stand-ins made without
         ``exclude_buffers``."""
-        self._average(self._followed_by(True), model, decay)
+        self._average(model, decay, exclude_buffers=True)
 
-    def _average(self, follower: Follower, model: nn.Module, decay: float) -> None:
+    def _average(self, model: nn.Module, decay: float, exclude_buffers: bool) -> None:
+        follower = self._follow()
+        if exclude_buffers != self.exclude_buffers:
+            if not isinstance(follower, AveragedCopy):
+                raise unsupported(f"averages with exclude_buffers={self.exclude_buffers} stay so; make others")
+            follower = follower.again(_parameters_alone if exclude_buffers else _saved_floats)
         weight = 1.0 - decay
         follower.update(model, 1.0 - weight, weight)
-
-    def _followed_by(self, exclude_buffers: bool) -> Follower:
-        own = self._follow()
-        if exclude_buffers == self.exclude_buffers:
-            return own
-        if not isinstance(own, AveragedCopy):
-            raise unsupported(f"averages with exclude_buffers={self.exclude_buffers} stay so; make others")
-        return own.again(_parameters_alone if exclude_buffers else _saved_floats)
 
     def set(self, model: nn.Module) -> None:
         """The averages become the model's state."""

@@ -69,9 +69,7 @@ class ExponentialMovingAverage:
         """Inside, the parameters are the averages; after it, whatever happened, what they were. Blocks may be
         nested."""
         found, before = resharded(self._given(parameters)), self.collected_params
-        self.store(found)
-        weights = self.collected_params
-        assert weights is not None
+        self.collected_params = weights = copies(found)
         try:
             self.copy_to(found)
             yield

@@ -143,14 +143,17 @@ _OWN = re.compile(
 ).fullmatch
 
 
-def publish(what: str, directory: Path, partial: Path, ranks: RankGroup, fill: Callable[[Path], None]) -> None:
+def publish(what: str, directory: Path, ranks: RankGroup, fill: Callable[[Path], None]) -> None:
     """``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes
     ``directory``. Collective. Whatever fails on one rank is an error on all, and leaves nothing behind. A directory
-    that was there is replaced, or refused where it has what such saves do not write: that would be lost."""
-    ranks.agree(what, lambda: _make(partial, directory) if ranks.rank == 0 else None)
+    that was there is replaced, or refused where it has what such saves do not write: that would be lost.
+
+    ``partial`` lies beside the directory's parent, where nobody looks for checkpoints; inside, where another file
+    system begins there."""
+    partial = Path(os.fsdecode(ranks.on_first(what, lambda: os.fsencode(_make_partial(directory.resolve())))))
     try:
         fill(partial)
-        ranks.agree(what, lambda: _rename(partial, directory) if ranks.rank == 0 else None)
+        ranks.agree(what, lambda: _rename(partial, directory.resolve()) if ranks.rank == 0 else None)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -165,19 +168,24 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def _make(partial: Path, directory: Path) -> None:
+def _make_partial(directory: Path) -> Path:
     entries = os.scandir(directory) if directory.is_dir() else ()
     if others := [entry.name for entry in entries if not (entry.is_file(follow_symlinks=False) and _OWN(entry.name))]:
         way_out = "save to another one, or move it"
         raise invalid(f"{directory} would be replaced, and has {first_of(others)}, which no such save wrote; {way_out}")
+    parent = directory.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    partial = parent / f".{directory.name}.partial"
+    if parent.stat().st_dev == parent.parent.stat().st_dev and os.access(parent.parent, os.W_OK):
+        partial = parent.parent / f".{parent.name}-{directory.name}.partial"
     if partial.exists():  # of a run that was killed
         shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    partial.mkdir()
+    return partial
 
 
 def _rename(partial: Path, directory: Path) -> None:
     sync_directory(partial)
-    directory.parent.mkdir(parents=True, exist_ok=True)
     replaced = partial.with_name(partial.name + ".replaced")
     if directory.exists():
         shutil.rmtree(replaced, ignore_errors=True)

@@ -358,7 +358,7 @@ class ShardedModelEMAManager(Managed):
     def __init__(self, ema_model: nn.Module, train_model: nn.Module, decay: float = 0.9999) -> None:
         self.decay = checked_decay(decay)
         self.ema_model, self._train_model = ema_model, train_model
-        self._twin = TrainedCopy(ema_model, keeps=True)
+        self._twin = TrainedCopy(keeps=True)
         self._ranks = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
         self._ranks.agree("ShardedModelEMAManager(...)", self._prepare)
 
@@ -375,7 +375,7 @@ class ShardedModelEMAManager(Managed):
         self.ema_model.eval()
         for parameter in self.ema_model.parameters():
             parameter.requires_grad_(False)
-        self._twin.bind(self._train_model)
+        self._twin.bind(self.ema_model, self._train_model)
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -386,21 +386,11 @@ class ShardedModelEMAManager(Managed):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _ranks=all_ranks())
 
-    @property
-    def _tracked_names(self) -> list[str]:
-        return list(self._twin.names)
-
-    @property
-    def _param_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(average, weight): the parameters themselves, or FSDP1's memory of them."""
-        views = [find(module) for module in (self.ema_model, self._train_model)]
-        memory = [{local.name: local.tensor for local in view.parameters} | weights_of(view) for view in views]
-        return [(memory[0][name], memory[1][name]) for name in self._twin.names]
-
     def update(self, model: nn.Module | None = None) -> None:
         """After each optimizer step; ``model``: the train model, or a wrapper of it. Local. What is NaN or Inf is held.
         Raises RuntimeError and ValueError where the models differ in names or shapes; nothing has changed then."""
-        self._twin.update(self._train_model if model is None else model, self.decay, 1.0 - self.decay)
+        averages = self._twin.bind(self.ema_model, self._train_model if model is None else model)
+        averages.update(self.decay, 1.0 - self.decay)
         self.updates += 1
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -441,7 +431,7 @@ class ShardedModelEMAManager(Managed):
         return held_by(self.ema_model, self._ranks.process_group, saving=False)
 
     def _begin(self) -> None:
-        AveragedCopy(self.ema_model, "mul_add").copy(self._train_model)
+        AveragedCopy("mul_add").bind(self.ema_model, self._train_model).copy()
 
     def _saveable(self) -> Saveable:
         return self.ema_model

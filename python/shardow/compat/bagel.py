@@ -121,7 +121,7 @@ def fsdp_ema_update(ema_model: nn.Module, model: nn.Module, decay: float = 0.999
     """
     twin = _twin_of(ema_model)
     try:
-        averages = twin.bind(model)
+        averages = twin.bind(ema_model, model)
     except ValueError as error:
         raise invalid(f"fsdp_ema_update(): {error}", AssertionError) from None
     averages.update(decay, 1 - decay)
@@ -133,7 +133,7 @@ def _twin_of(ema_model: nn.Module) -> TrainedCopy:
         if valueless := meta.valueless(ema_model):
             some = f"'{min(valueless)}' and {len(valueless) - 1} more averages"
             raise invalid(f"fsdp_ema_update(): {some} have no values yet; call try_load_ckpt() first")
-        ema_model.__dict__[_KEY] = TrainedCopy(ema_model, keeps=False)
+        ema_model.__dict__[_KEY] = TrainedCopy(keeps=False)
     twin: TrainedCopy = ema_model.__dict__[_KEY]
     return twin
 
@@ -198,7 +198,7 @@ class FSDPCheckpoint:
         if folder is None:
             logger.info("Training from scratch.")
             if ema_model is not None and meta.valueless(ema_model):
-                AveragedCopy(ema_model, "mul_add").copy(model)
+                AveragedCopy("mul_add").bind(ema_model, model).copy()
                 meta.have_values(ema_model)
             return model, ema_model
         logger.info(f"Loading checkpoint from {folder}.")

@@ -207,7 +207,7 @@ class EMA(nn.Module):
         else:
             _warn_of_rounding(ma_model)
             follower = _following(ma_model, current_model, partial(self._fate, called(self.model)))
-        follower.update(current_model, decay, 1.0 - decay)
+        follower.bind(ma_model, current_model).update(decay, 1.0 - decay)
 
     def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
         """For a subclass that has its own update_moving_average(); on whichever devices they are."""
@@ -218,10 +218,10 @@ class EMA(nn.Module):
         tgt.lerp_(src.to(tgt.device), weight)
 
     def copy_params_from_model_to_ema(self) -> None:
-        self._follower(back=False).copy(self.model)
+        self._follower(back=False).bind(self.ema_model, self.model).copy()
 
     def copy_params_from_ema_to_model(self) -> None:
-        self._follower(back=True).copy(self.ema_model)
+        self._follower(back=True).bind(self.model, self.ema_model).copy()
 
     def update_model_with_ema(self, decay: float | None = None) -> None:
         """From hare to tortoise (arXiv:2406.02596): the model goes on from its averages, keeping ``decay`` of its
@@ -283,9 +283,12 @@ class EMA(nn.Module):
 class _WayBack(AveragesOfProxy):
     """The model follows the averages of its proxy. Collective where they are divided."""
 
+    def bind(self, module: nn.Module, model: Any) -> AveragesOfProxy:
+        return super().bind(model, module)
+
     @torch.no_grad()
-    def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        averages, what = self.module.core, "update_model_with_ema()"
+    def update(self, decay: float, weight: float) -> None:
+        averages, what = self._averages, "update_model_with_ema()"
 
         def fill() -> None:
             for row in self._rows["average"]:
@@ -297,19 +300,19 @@ class _WayBack(AveragesOfProxy):
         averages.together(what, lambda: averages.swap.ready(what))
         copies.write(averages, fill)
 
-    def copy(self, model: nn.Module) -> None:
+    def copy(self) -> None:
         """All weights become their averages, whatever their fate."""
-        self.module.ema.feed_back()
+        copies.feed_back(self._averages, None)
 
 
 def _following(module: nn.Module, model: nn.Module, choose: Choose) -> Follower:
     """Keeps ``module`` at the averages of ``model``, one of which may be a proxy of the other."""
     proxy, other = (module, model) if isinstance(module, SwappedModelProxy) else (model, module)
     if not isinstance(proxy, SwappedModelProxy):
-        return AveragedCopy(module, "lerp", choose)
+        return AveragedCopy("lerp", choose)
     if proxy.core.view.model is not other:
         raise invalid("these averages are another model's; of a sharded model they stay with it")
-    return AveragesOfProxy(proxy, choose) if proxy is module else _WayBack(proxy, choose)
+    return AveragesOfProxy(choose) if proxy is module else _WayBack(choose)
 
 
 def _warn_of_rounding(module: nn.Module) -> None:

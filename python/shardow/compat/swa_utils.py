@@ -98,7 +98,7 @@ class AveragedModel(Averaged):
         known = _arithmetic_of(multi_avg_fn or avg_fn, model)
         rule = known[0] if known is not None else "lerp"
         choose = everything if use_buffers else _parameters
-        super().__init__(follow(model, rule, choose, device=device, replicas=replicas))
+        super().__init__(*follow(model, rule, choose, device=device, replicas=replicas))
         self.avg_fn, self.multi_avg_fn, self.use_buffers, self._rule = avg_fn, multi_avg_fn, use_buffers, rule
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
@@ -106,14 +106,14 @@ class AveragedModel(Averaged):
         """The first time a copy. Raises RuntimeError, before anything changes, where ``model`` differs in names or
         shapes.
         """
-        follower = self._follow()
+        averages = self._follower.bind(self.module, model)
         known = _arithmetic_of(self.multi_avg_fn or self.avg_fn, model)  # which may be replaced at any time
         if self.n_averaged == 0:
-            follower.copy(model)
+            averages.copy()
         elif known is not None and known[0] == self._rule:
-            follower.update(model, *known[1](self.n_averaged))
+            averages.update(*known[1](self.n_averaged))
         else:
-            follower.apply(model, self._change)
+            averages.apply(self._change)
         self.n_averaged += 1
 
     def _change(self, averages: Tensors, weights: Tensors) -> None:

@@ -37,13 +37,13 @@ class ModelEma:
         self, model: nn.Module, decay: float = 0.9999, device: Any = "", resume: str | Path = "", *,
         replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
-        self._follower = follow(model, "two_products", device=device or None, replicas=replicas)
-        self.ema = self._follower.module.eval()
+        module, self._follower = follow(model, "two_products", device=device or None, replicas=replicas)
+        self.ema = module.eval()
         self.decay = decay
         self.device = device
         self.ema_has_module = hasattr(self.ema, "module")
         if resume:
-            self._load_checkpoint(resume)
+            load_ema_state_dict(self.ema, resume)
         for p in self.ema.parameters():
             p.requires_grad_(False)
 
@@ -52,15 +52,11 @@ class ModelEma:
         """``ema``, by the name under which timm.utils.unwrap_model() looks for it."""
         return self.ema
 
-    def _load_checkpoint(self, checkpoint_path: str | Path) -> None:
-        load_ema_state_dict(self.ema, checkpoint_path)
-
     def update(self, model: nn.Module) -> None:
         """Raises RuntimeError (KeyError of a missing name), before anything changes, where ``model`` differs in names
         or shapes.
         """
-        self._follower.module = self.ema
-        self._follower.update(model, self.decay, 1.0 - self.decay)
+        self._follower.bind(self.ema, model).update(self.decay, 1.0 - self.decay)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The state of ``ema`` in fresh CPU tensors, whole also where it is sharded: then collective, on rank 0, and {}
@@ -75,18 +71,18 @@ class ModelEmaV2(Averaged):
     def __init__(
         self, model: nn.Module, decay: float = 0.9999, device: Any = None, *, replicas: Replicas = "copy"
     ) -> None:
-        super().__init__(follow(model, "two_products", device=device, replicas=replicas))
+        super().__init__(*follow(model, "two_products", device=device, replicas=replicas))
         self.module.eval()
         self.decay = decay
         self.device = device
 
     def update(self, model: nn.Module) -> None:
         """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
-        self._follow().update(model, self.decay, 1.0 - self.decay)
+        self._follower.bind(self.module, model).update(self.decay, 1.0 - self.decay)
 
     def set(self, model: nn.Module) -> None:
         """The averages become the model's state."""
-        self._follow().copy(model)
+        self._follower.bind(self.module, model).copy()
 
 
 class ModelEmaV3(Averaged):
@@ -117,8 +113,7 @@ class ModelEmaV3(Averaged):
         rule: ChosenRule = functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp"
         choose = _parameters_alone if exclude_buffers else _saved_floats
         rounding: dict[str, Any] = {"stochastic": stochastic_rounding, "seed": stochastic_rounding_seed}
-        follower = follow(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
-        super().__init__(follower)
+        super().__init__(*follow(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding))
         self.module.eval()
         self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step
         self.use_warmup, self.warmup_gamma, self.warmup_power = use_warmup, warmup_gamma, warmup_power
@@ -148,17 +143,17 @@ class ModelEmaV3(Averaged):
         self._average(model, decay, exclude_buffers=True)
 
     def _average(self, model: nn.Module, decay: float, exclude_buffers: bool) -> None:
-        follower = self._follow()
+        follower = self._follower
         if exclude_buffers != self.exclude_buffers:
             if not isinstance(follower, AveragedCopy):
                 raise unsupported(f"averages with exclude_buffers={self.exclude_buffers} stay so; make others")
             follower = follower.again(_parameters_alone if exclude_buffers else _saved_floats)
         weight = 1.0 - decay
-        follower.update(model, 1.0 - weight, weight)
+        follower.bind(self.module, model).update(1.0 - weight, weight)
 
     def set(self, model: nn.Module) -> None:
         """The averages become the model's state."""
-        self._follow().copy(model)
+        self._follower.bind(self.module, model).copy()
 
 
 def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> Rule:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -34,7 +33,7 @@ from shardow.model import origins
 from shardow.model.match import fit
 from shardow.model.modules import repeated_blocks
 from shardow.model.parts import held_by
-from shardow.model.slots import by_tensor, slots, slots_of
+from shardow.model.slots import slots_of
 from shardow.model.swap_guard import refuse_foreign
 from shardow.start.materialize import Request, materialize
 from shardow.start.wrap import own_weights, to_meta, wrap
@@ -358,13 +357,11 @@ def _plugin(sizes: Mapping[str, int], mixed_precision: str, config: dict[str, An
     return FullyShardedDataParallelPlugin(fsdp_version=2, **{**defaults, **config})
 
 
-# ---- helpers for a model that is sharded before it has weights, and for the optimizer that was made before
+# ---- helpers for a model that is sharded before it has weights
 
 _lock = threading.Lock()
 _inside = 0
 _outermost = contextlib.ExitStack()
-# By optimizer, what each knew of its parameters.
-_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[torch.Tensor, Any]] = weakref.WeakKeyDictionary()
 
 
 def _broadcast_sharded_state_dict(
@@ -391,49 +388,6 @@ def _restore_non_persistent_buffers(
     for name, saved in saved_buffers.items():
         prefix, _, key = name.rpartition(".")
         model.get_submodule(prefix).register_buffer(key, saved.to(device), persistent=False)
-
-
-def _unbind_optimizer_params(optimizer: torch.optim.Optimizer) -> None:
-    """Lets the parameters' memory go; where they were is remembered, as far as it is known, and what the optimizer
-    knows of them.
-    """
-    states = _unbound[optimizer] = {}
-    for group in optimizer.param_groups:
-        left = [torch.empty(1, dtype=param.dtype, device="meta") for param in group["params"]]
-        for param, instead in zip(group["params"], left, strict=True):
-            origins.inherit(instead, param)
-            if param in optimizer.state:
-                states[instead] = optimizer.state.pop(param)
-        group["params"] = left
-
-
-def _rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Parameters into the optimizer's groups: where they were, else by ``param_names``, else, of one group, in order;
-    or raises.
-    """
-    found: list[origins.Places] = []
-    for number, (group, known) in enumerate(
-        zip(optimizer.param_groups, origins.known_places(optimizer, model), strict=True)
-    ):
-        if None in known and len(optimizer.param_groups) == 1:
-            found.append(_in_order(model, len(known)))
-        else:
-            found.append([place for place in known if place is not None])
-        if len(found[-1]) != len(group["params"]):
-            raise invalid(
-                f"optimizer group {number}: it is not known which parameters it had; make it from "
-                "model.named_parameters()"
-            )
-    optimizer.state.update(_unbound.pop(optimizer, {}))
-    origins.bind(optimizer, found)
-    return optimizer
-
-
-def _in_order(model: nn.Module, count: int) -> origins.Places:
-    """Of all parameters, or of those that are trained."""
-    everything = [where[0] for where in by_tensor(slots(model, "parameter")).values()]
-    chosen = everything if len(everything) == count else [slot for slot in everything if slot.recorded.requires_grad]
-    return [(slot.module, slot.key) for slot in chosen]
 
 
 @contextlib.contextmanager

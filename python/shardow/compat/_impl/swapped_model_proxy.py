@@ -150,65 +150,67 @@ def _dtype_of(weights: list[torch.dtype], wanted: torch.dtype | None, stochastic
 
 
 class AveragesOfProxy:
-    """``module``: a proxy, whose averages follow its model by their own rule and rounding. As AveragedCopy."""
+    """The averages of a proxy follow its model by their own rule and rounding. As AveragedCopy."""
 
-    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
-        self.module: Any = proxy
-        self._choose, self._seen = choose, proxy.core.view.model
+    _averages: Averages
+    _seen: nn.Module | None = None
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_rows"}
+        return {"_choose": self._choose}
 
     @functools.cached_property
     def _rows(self) -> dict[Fate, list[Tracked]]:
         rows: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "hold": []}
-        buffers = {local.name for local in self.module.core.view.buffers}
-        for row in self.module.core.tracked:
+        buffers = {local.name for local in self._averages.view.buffers}
+        for row in self._averages.tracked:
             kind: Kind = "buffer" if row.name in buffers else "parameter"
             rows[self._choose(row.name, row.local.tensor, kind)].append(row)
         return rows
 
     @torch.no_grad()
-    def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        averages = self._averages_of(model)
-        averages.wait()
+    def update(self, decay: float, weight: float) -> None:
+        self._averages.wait()
         held = [row.averages[0].clone() for row in self._rows["hold"]]  # the engine averages all, in one pass
-        averages.update_by(decay, weight)
+        self._averages.update_by(decay, weight)
         if held:
-            averages.wait()
+            self._averages.wait()
             copy_all([row.averages[0] for row in self._rows["hold"]], held)
         self._change(copy_all, "copy")
 
     @torch.no_grad()
-    def apply(self, model: nn.Module, change: Change) -> None:
-        self._averages_of(model).ready_to_update()
+    def apply(self, change: Change) -> None:
+        self._averages.ready_to_update()
         self._change(change, "average")
         self._change(copy_all, "copy")
 
     @torch.no_grad()
-    def copy(self, model: nn.Module) -> None:
+    def copy(self) -> None:
         """All averages become the model's, whatever their fate."""
-        self._averages_of(model).update_by(0.0, 1.0)
+        self._averages.update_by(0.0, 1.0)
         self._change(copy_all, "copy")
 
     def _change(self, change: Change, fate: Fate) -> None:
         if rows := self._rows[fate]:
-            self.module.core.wait()
+            self._averages.wait()
             averages = [row.averages[0] for row in rows]
             weights = [row.sources().to(average.device) for row, average in zip(rows, averages, strict=True)]
             change(averages, weights)
 
-    def _averages_of(self, model: nn.Module) -> Averages:
-        averages: Averages = self.module.core
+    def bind(self, module: Any, model: nn.Module) -> AveragesOfProxy:
+        """``module``: the proxy. Raises where ``model`` is not the one that its averages are of."""
+        self._averages = module.core
         if model is not self._seen:
-            if [*map(id, model.parameters())] != [*map(id, averages.view.model.parameters())]:
+            if [*map(id, model.parameters())] != [*map(id, self._averages.view.model.parameters())]:
                 way_out = "make them anew after the model has its final form"
                 raise invalid(
                     f"averages of a sharded model follow the one they were made of, and this is another; {way_out}",
                     RuntimeError,
                 )
             self._seen = model
-        return averages
+        return self
 
 
 def ranks_of(module: nn.Module) -> RankGroup:
@@ -286,22 +288,22 @@ Follower = AveragedCopy | AveragesOfProxy
 def follow(
     model: nn.Module, rule: ChosenRule, choose: Choose = everything_saved, *, device: Any = None,
     dtype: torch.dtype | None = None, replicas: Replicas = "copy", **rounding: Any,
-) -> Follower:  # fmt: skip
-    """Returns the averages of a copy of ``model``; of a proxy where none can be had, or ``replicas="split"``: ranks
-    with the same weights keep a part of the averages each. That is chosen once, and collective then. ``rule``,
+) -> tuple[nn.Module, Follower]:  # fmt: skip
+    """Returns a copy of ``model`` and what keeps it at the averages; a proxy where no copy can be had, or
+    ``replicas="split"``: ranks with the same weights keep a part each. That is chosen once, collective then. ``rule``,
     ``choose``: as in AveragedCopy. ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16
     bits, as in GivenMemory."""
     refuse_scripted(model.named_modules())
     proxy = proxy_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
     if proxy is not None:
-        return AveragesOfProxy(proxy, choose)
+        return proxy, AveragesOfProxy(choose)
     module = copy.deepcopy(model)
     if device is not None or dtype is not None:
         module.to(device=device, dtype=dtype)
     if not rounding.get("stochastic"):
         way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
         warn_of_rounding(module.parameters(), way_out)
-    return AveragedCopy(module, rule, choose, **rounding)
+    return module, AveragedCopy(rule, choose, **rounding)
 
 
 class Averaged(nn.Module):
@@ -309,14 +311,9 @@ class Averaged(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, module: nn.Module, follower: Follower) -> None:
         super().__init__()
-        self._follower, self.module = follower, follower.module
-
-    def _follow(self) -> Follower:
-        """``module`` may have been replaced since."""
-        self._follower.module = self.module
-        return self._follower
+        self.module, self._follower = module, follower
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -101,10 +101,7 @@ class DistEMA:
             raise invalid(f"warmup=True needs a power: {powers}", TypeError)
         if whole("rank", self.rank, 0) >= whole("world_size", self.world_size, 1):
             raise invalid(f"rank={self.rank}; with world_size={self.world_size} it must be less")
-        for name in ("decay", "min_decay"):
-            fraction(name, getattr(self, name))
-        if self.warmup and not self.inv_gamma > 0:
-            raise invalid(f"inv_gamma={self.inv_gamma}; it must be more than 0")
+        self.get_decay()  # raises for numbers that it cannot be made of
         if dist.is_initialized() and (self.world_size, self.rank) != (self._ranks.size, self._ranks.rank):
             raise invalid(
                 f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._ranks.rank} of the "

@@ -307,12 +307,9 @@ class _WayBack(AveragesOfProxy):
 
 def _following(module: nn.Module, model: nn.Module, choose: Choose) -> Follower:
     """Keeps ``module`` at the averages of ``model``, one of which may be a proxy of the other."""
-    proxy, other = (module, model) if isinstance(module, SwappedModelProxy) else (model, module)
-    if not isinstance(proxy, SwappedModelProxy):
-        return AveragedCopy("lerp", choose)
-    if proxy.core.view.model is not other:
-        raise invalid("these averages are another model's; of a sharded model they stay with it")
-    return AveragesOfProxy(choose) if proxy is module else _WayBack(choose)
+    if isinstance(module, SwappedModelProxy):
+        return AveragesOfProxy(choose)
+    return _WayBack(choose) if isinstance(model, SwappedModelProxy) else AveragedCopy("lerp", choose)
 
 
 def _warn_of_rounding(module: nn.Module) -> None:

@@ -204,11 +204,9 @@ class AveragesOfProxy:
         self._averages = module.core
         if model is not self._seen:
             if [*map(id, model.parameters())] != [*map(id, self._averages.view.model.parameters())]:
+                made = "those of a sharded model follow the one they were made of, and this is another"
                 way_out = "make them anew after the model has its final form"
-                raise invalid(
-                    f"averages of a sharded model follow the one they were made of, and this is another; {way_out}",
-                    RuntimeError,
-                )
+                raise invalid(f"these averages are another model's; {made}; {way_out}", RuntimeError)
             self._seen = model
         return self
 

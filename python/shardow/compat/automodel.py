@@ -198,8 +198,8 @@ class Managed(ABC):
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
         """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state
-        dict for load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time. Collective. ``dtype``:
-        of floating tensors.
+        dict for load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time: they lie in
+        files beside it meanwhile. Collective. ``dtype``: of floating tensors.
         """
         held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"

@@ -1,14 +1,5 @@
 """What the origins write: files of torch.save(), read without running what is in them, and directories; each is there
 whole or not at all, made under another name and published by one rename.
-
-torch.save() wants everything at once. Its files are plain zip archives (docs.pytorch.org, "Serialization semantics":
-data.pkl with the structure, data/0, data/1, ... with the storages in the order of their first use), so write_gathered()
-holds one tensor at a time:
-
-1. rank 0 has torch pickle the structure of a template without data
-2. tensor by tensor, rank 0 receives the whole and writes the next record, aligned to 64 bytes as torch does, for
-   mapping
-3. the file is synced and renamed
 """
 
 from __future__ import annotations
@@ -17,10 +8,7 @@ import contextlib
 import os
 import re
 import shutil
-import struct
-import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +19,6 @@ from shardow import errors
 from shardow.base.checks import first_of, invalid
 from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
-from shardow.distributed.transfers import empty
 from shardow.model.parts import Held
 
 
@@ -72,67 +59,39 @@ def read(path: str | Path) -> Any:
         raise errors.make("corrupt", f"{path} is not a whole file of tensors by torch.save(): {error}") from error
 
 
-_ALIGN = 64
-_ZIP64_FIELD = 20  # bytes that zipfile adds to a large record's header
-_PADDING = 0x4246  # id of a header field that readers skip; torch's own files have it
-
-
 def write_gathered(what: str, path: Path, held: Held, ranks: RankGroup, dtype: torch.dtype | None = None) -> None:
     """The tensors of which ``held.parts`` are this rank's, each under all its names, into ``path``; floating ones as
     ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
     stream = Gatherer(what, held.parts, ranks).stream()
 
-    def write() -> None:
+    def write_all() -> None:
         try:
             if ranks.rank == 0:
-                _write_archive(path, held, dtype, stream)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=path.parent) as place:
+                    write(_mapped(stream, held.names, Path(place), dtype), path)
         finally:
             for _ in stream:  # to the end in any case: the others send
                 pass
 
-    ranks.agree(what, write)
+    ranks.agree(what, write_all)
 
 
-def _write_archive(
-    path: Path, held: Held, dtype: torch.dtype | None, stream: Iterator[tuple[str, torch.Tensor | None]]
-) -> None:
-    """A new file of the whole tensors of ``stream``, which come in the order of ``held.parts``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    template: dict[str, torch.Tensor] = {}
-    for part in held.parts:
-        kept = part.flat.dtype
-        # Nothing touches this memory.
-        like = empty(part.region.shape, dtype if dtype and kept.is_floating_point else kept)
-        template.update(dict.fromkeys(held.names[part.name], like))
-    structure = _structure(template, path.parent)
-    with new_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("archive/data.pkl", structure)
-        archive.writestr("archive/byteorder", sys.byteorder)
-        for number, (_, tensor) in enumerate(stream):
-            assert tensor is not None  # on rank 0
-            _add(archive, number, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
-        archive.writestr("archive/version", "3\n")
-
-
-def _add(archive: zipfile.ZipFile, number: int, tensor: torch.Tensor) -> None:
-    info = zipfile.ZipInfo(f"archive/data/{number}")
-    info.file_size = tensor.nbytes
-    field = _ZIP64_FIELD if tensor.nbytes * 1.05 > zipfile.ZIP64_LIMIT else 0  # where zipfile decides so
-    assert archive.fp is not None
-    padding = -(archive.fp.tell() + 30 + len(info.filename) + 4 + field) % _ALIGN
-    info.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
-    with archive.open(info, "w") as record:
-        record.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _structure(template: Mapping[str, torch.Tensor], directory: Path) -> bytes:
-    """What torch.save() writes beside the data; in the file that it makes for that the data are holes."""
-    with tempfile.TemporaryDirectory(dir=directory) as place:
-        skeleton = Path(place) / "archive.pt"
-        with torch.serialization.skip_data():
-            torch.save(dict(template), skeleton)
-        with zipfile.ZipFile(skeleton) as archive:
-            return archive.read("archive/data.pkl")
+def _mapped(
+    stream: Iterator[tuple[str, torch.Tensor | None]], names: Mapping[str, tuple[str, ...]], place: Path,
+    dtype: torch.dtype | None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The whole tensors of ``stream``, each mapped from a file in ``place``, since torch.save() wants all at once."""
+    tensors: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(stream):
+        assert tensor is not None  # on rank 0
+        tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        if tensor.numel():
+            file = str(place / str(number))
+            tensor.contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
+            tensor = torch.from_file(file, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        tensors.update(dict.fromkeys(names[name], tensor))
+    return tensors
 
 
 # ---- directories

@@ -163,9 +163,10 @@ class DistEMA:
     def get_decay(self) -> float:
         """Of the next update. With ``warmup``: s = max(0, decay_steps - update_after_step - 1), then 1 - (1 + s /
         inv_gamma)^-power into [min_decay, decay]: the first two updates copy. Else ``decay``."""
-        numbers = {"power": self.power or 2 / 3, "min_decay": self.min_decay, "inv_gamma": self.inv_gamma}
-        step = max(1, self.decay_steps + 1 - self.update_after_step)
-        return schedules.dist_ema(self.decay, self.warmup, **numbers).factors(step, 0)[0]
+        schedule = schedules.dist_ema(
+            self.decay, self.warmup, self.power or 2 / 3, min_decay=self.min_decay, inv_gamma=self.inv_gamma
+        )
+        return schedule.factors(max(1, self.decay_steps + 1 - self.update_after_step), 0)[0]
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float | None = None) -> None:
@@ -286,8 +287,8 @@ class DistEMA:
 
     def _held(self, saving: bool) -> Held:
         """In a sharded model, what every rank holds whole is saved by rank 0."""
-        names = {share.name: (share.name, self._called[share.name]) for share in self._shares}
-        held, everything = Held([], names, None), not saving or not is_sharded(self.model)
+        held = Held([], {one.name: (one.name, self._called[one.name]) for one in self._shares}, None)
+        everything = not saving or not is_sharded(self.model)
         for one in self._shares:
             if everything or one.local.counts_on(self._ranks.rank):
                 held.parts += one.parts(held.copied)

@@ -124,9 +124,10 @@ class ModelEmaV3(Averaged):
         """``decay`` without a step; with one, that of shardow.schedules.timm()."""
         if step is None:
             return self.decay
-        numbers = {"use_warmup": self.use_warmup, "gamma": self.warmup_gamma, "power": self.warmup_power}
-        counted = max(1, step - self.update_after_step)
-        return schedules.timm(self.decay, self.min_decay, **numbers).factors(counted, 0)[0]
+        schedule = schedules.timm(
+            self.decay, self.min_decay, use_warmup=self.use_warmup, gamma=self.warmup_gamma, power=self.warmup_power
+        )
+        return schedule.factors(max(1, step - self.update_after_step), 0)[0]
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
         """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""

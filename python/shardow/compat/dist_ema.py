@@ -287,7 +287,7 @@ class DistEMA:
 
     def _held(self, saving: bool) -> Held:
         """In a sharded model, what every rank holds whole is saved by rank 0."""
-        held = Held([], {one.name: (one.name, self._called[one.name]) for one in self._shares}, None)
+        held = Held([], {share.name: (share.name, self._called[share.name]) for share in self._shares}, None)
         everything = not saving or not is_sharded(self.model)
         for one in self._shares:
             if everything or one.local.counts_on(self._ranks.rank):

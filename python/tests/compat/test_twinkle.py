@@ -130,8 +130,8 @@ def helpers(_: object) -> bool:
     model.model.table = model.model.original = None  # type: ignore[assignment]
     twinkle._restore_non_persistent_buffers(model, tables, "cpu")
     twinkle._broadcast_sharded_state_dict(model, full if dist.get_rank() == 0 else {}, device_type="cpu")
-    found, expected = (steps(each, torch.optim.AdamW(each.parameters(), lr=0.01)) for each in (model, reference))
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    losses, expected = (steps(each, torch.optim.AdamW(each.parameters(), lr=0.01)) for each in (model, reference))
+    return all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
 
 
 def test_the_helpers_by_themselves() -> None:
@@ -150,8 +150,8 @@ def bound_again() -> None:
         strategy.wrap_model(model, some)
     assert [group["params"][0] for group in some.param_groups] == [model.head.bias, unknown]
     strategy.wrap_model(model, optimizer)
-    found = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters() if p.requires_grad}
-    assert all(torch.equal(found[name].full_tensor(), momentum) for name, momentum in momenta.items())
+    sharded = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters() if p.requires_grad}
+    assert all(torch.equal(sharded[name].full_tensor(), momentum) for name, momentum in momenta.items())
 
 
 def test_an_optimizer_is_bound_again_with_its_state_or_not_at_all() -> None:

@@ -107,7 +107,7 @@ def publish(what: str, directory: Path, ranks: RankGroup, fill: Callable[[Path],
     ``directory``. Collective. Whatever fails on one rank is an error on all, and leaves nothing behind. A directory
     that was there is replaced, or refused where it has what such saves do not write: that would be lost.
 
-    ``partial`` lies beside the directory's parent, where nobody looks for checkpoints; inside, where another file
+    ``partial`` lies beside the directory's parent, which is not searched for checkpoints; inside, where another file
     system begins there."""
     partial = Path(os.fsdecode(ranks.on_first(what, lambda: os.fsencode(_make_partial(directory.resolve())))))
     try:

@@ -145,10 +145,8 @@ class Managed(ABC):
         is warned of.
         """
         if missing not in ("error", "init"):
-            raise invalid(
-                f"missing={missing!r}; 'error', or 'init': averages that are not in the checkpoint begin as the "
-                "weights are now"
-            )
+            begin = "averages that are not in the checkpoint begin as the weights are now"
+            raise invalid(f"missing={missing!r}; 'error', or 'init': {begin}")
         found, counters = self._ranks.agree("load()", lambda: self._compared(Path(directory), missing))
         if found.missing:
             self._begin()
@@ -292,10 +290,8 @@ class EMAManager(Managed):
 
     def _refuse_new(self, trained: Iterable[str]) -> None:
         if new := [name for name in trained if name not in self._shadow]:
-            raise invalid(
-                f"'{new[0]}' and {len(new) - 1} more are trained, but were frozen or absent when averages were made; "
-                f"{_AGAIN}"
-            )
+            made = "but were frozen or absent when averages were made"
+            raise invalid(f"'{new[0]}' and {len(new) - 1} more are trained, {made}; {_AGAIN}")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, by name."""

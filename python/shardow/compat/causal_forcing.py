@@ -108,11 +108,8 @@ class EMA_FSDP:
         if self._is_copy and model is not self._model:
             self._follow(model)
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
-            raise invalid(
-                "update(): this is not the module that the averages are of; make an EMA_FSDP of it and load this "
-                "one's state_dict()",
-                KeyError,
-            )
+            way_out = "make an EMA_FSDP of it and load this one's state_dict()"
+            raise invalid(f"update(): this is not the module that the averages are of; {way_out}", KeyError)
 
     def _follow(self, model: nn.Module) -> None:
         """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its

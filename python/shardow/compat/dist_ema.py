@@ -222,11 +222,9 @@ class DistEMA:
         parts = self._ranks.step("state_dict()", prepare)
         inverse = {share.name: share.inverse for share in self._shares}
         gatherer, host = Gatherer("state_dict()", parts, self._ranks), torch.device("cpu")
-        found: OrderedDict[str, torch.Tensor] = OrderedDict()
-        for name, full in gatherer.everywhere(lambda _: host) if everywhere else gatherer.stream():
-            if full is not None:
-                found[self._called[name]] = full.permute(inverse[name]) if name in inverse else full
-        return found
+        tensors = dict(gatherer.everywhere(lambda _: host)) if everywhere else gatherer.whole({})
+        each = ((name, full.permute(inverse[name]) if name in inverse else full) for name, full in tensors.items())
+        return OrderedDict((self._called[name], full) for name, full in each)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

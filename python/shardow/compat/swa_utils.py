@@ -61,10 +61,11 @@ def _of_count(num_averaged: Tensor) -> tuple[float, float]:
     return 1 - weight, weight
 
 
-def _known(function: Any, rule: Rule, factors: Callable[[Tensor], tuple[float, float]]) -> Callable[..., Any]:
+def _known(
+    function: Callable[..., Any], rule: Rule, factors: Callable[[Tensor], tuple[float, float]]
+) -> Callable[..., Any]:
     setattr(function, _KNOWN, (rule, factors))
-    known: Callable[..., Any] = function
-    return known
+    return function
 
 
 _MEAN, _MEAN_OF_ONE = get_swa_multi_avg_fn(), get_swa_avg_fn()

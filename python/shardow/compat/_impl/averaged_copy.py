@@ -71,13 +71,9 @@ class AveragedCopy:
         return self._pairs
 
     def _unchanged(self) -> bool:
-        return (
-            self._ours.unchanged_at_rest()
-            and self._theirs.unchanged_at_rest()
-            and all(
-                slot.owner.get(slot.key) is slot.recorded and slot.recorded.data_ptr() == address
-                for slot, address in self._watched
-            )
+        return (self._ours.unchanged_at_rest() and self._theirs.unchanged_at_rest()) and all(
+            slot.owner.get(slot.key) is slot.recorded and slot.recorded.data_ptr() == address
+            for slot, address in self._watched
         )
 
     def _pair(self, module: nn.Module, model: nn.Module) -> None:

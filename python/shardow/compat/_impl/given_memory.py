@@ -92,7 +92,7 @@ class GivenMemory:
         average. ``step``, more than at the last update, draws the noise; None: one more. Averages on the host are whole
         when it returns, since anybody may look at them.
         """
-        self._stage()
+        copy_all([*self._staged.values()], [_memory(self.sources[at]) for at in self._staged])
         held = 0
         for engine, streams in self._engines:
             streams.follow(engine)
@@ -124,9 +124,6 @@ class GivenMemory:
     def held(self) -> int:
         """Returns how many elements were kept because their source was NaN or Inf, since construction."""
         return sum(engine.stats()["held_nonfinite"] for engine, _ in self._engines)
-
-    def _stage(self) -> None:
-        copy_all([*self._staged.values()], [_memory(self.sources[at]) for at in self._staged])
 
     def _copy(self, places: Sequence[int]) -> None:
         copy_all([self._averages[at] for at in places], [_memory(self.sources[at]) for at in places])

@@ -69,20 +69,19 @@ class SwappedModelProxy(nn.Module):
             return method(*args, **kwargs)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + name: tensor for name, tensor in self._entries()})
+        destination.update({prefix + name: tensor for name, tensor in self._entries().items()})
 
-    def _entries(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _entries(self) -> dict[str, torch.Tensor]:
         averages = self.core.averages()
-        yield from averages.items()
-        others = (buffer for buffer in self.core.view.buffers if buffer.name not in averages)
-        yield from ((buffer.name, buffer.tensor.view(buffer.region.shape)) for buffer in others)
+        others = [buffer for buffer in self.core.view.buffers if buffer.name not in averages]
+        return {**averages, **{buffer.name: buffer.tensor.view(buffer.region.shape) for buffer in others}}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         _, _, missing, unexpected, _ = args  # as torch passes them
         values = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
         names = self.core.averages()
         missing += [prefix + name for name in names if name not in values]
-        unexpected += [prefix + name for name in values if name not in dict(self._entries())]
+        unexpected += [prefix + name for name in values if name not in self._entries()]
         load_averages(self.core, {name: value for name, value in values.items() if name in names}, strict=False)
 
     def named_parameters(

@@ -4,14 +4,13 @@ whole or not at all, made under another name and published by one rename.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -22,25 +21,19 @@ from shardow.distributed.rank_group import RankGroup
 from shardow.model.parts import Held
 
 
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """To be written: at ``path``, and on the disk, when the block has ended. Where it raises, what was there stays."""
+def write(content: Any, path: str | Path) -> None:
+    """torch.save(); what was at ``path`` stays until the new file is on the disk."""
+    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            yield file
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def write(content: Any, path: str | Path) -> None:
-    """torch.save(); what was at ``path`` stays until the new file is on the disk."""
-    with new_file(Path(path)) as file:
-        torch.save(content, file)
 
 
 def read(path: str | Path) -> Any:
@@ -68,7 +61,7 @@ def write_gathered(what: str, path: Path, held: Held, ranks: RankGroup, dtype: t
         try:
             if ranks.rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryDirectory(dir=path.parent) as place:
+                with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as place:
                     write(_mapped(stream, held.names, Path(place), dtype), path)
         finally:
             for _ in stream:  # to the end in any case: the others send

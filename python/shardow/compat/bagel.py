@@ -3,7 +3,6 @@ checkpoints of five files. fsdp_ema_update() averages by e.mul_(d).add_(p, alpha
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -14,19 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
-from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from shardow import errors
 from shardow.base.checks import invalid, unsupported, warn
 from shardow.compat._impl import files
-from shardow.compat._impl.averaged_copy import TrainedCopy
+from shardow.compat._impl.averaged_copy import AveragedCopy, TrainedCopy
 from shardow.compat._impl.swapped_model_proxy import all_ranks
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.files.checkpoint import save
@@ -72,9 +66,7 @@ def strategy_of(config: FSDPConfig) -> ShardingStrategy:
     return ShardingStrategy[config.sharding_strategy]
 
 
-def fsdp_wrapper(
-    original_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()
-) -> FullyShardedDataParallel:
+def fsdp_wrapper(original_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()) -> FSDP:
     """FSDP1 with units of WRAPPED_CLASSES, computing in bfloat16; on CUDA, or on the CPU where there is none. What is
     on meta gets memory without values: try_load_ckpt() brings them."""
     device = torch.device("cpu")
@@ -86,11 +78,9 @@ def fsdp_wrapper(
             device.type, (fsdp_config.num_replicate, fsdp_config.num_shard), mesh_dim_names=("replicate", "shard")
         )
     low = torch.bfloat16
-    return FullyShardedDataParallel(
+    return FSDP(
         original_model,
-        auto_wrap_policy=functools.partial(
-            lambda_auto_wrap_policy, lambda_fn=lambda module: _is_one_of(module, WRAPPED_CLASSES)
-        ),
+        auto_wrap_policy=CustomPolicy(lambda module: _is_one_of(module, WRAPPED_CLASSES)),
         ignored_modules=list(ignored_modules),
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low),
         device_id=device,
@@ -102,9 +92,7 @@ def fsdp_wrapper(
     )
 
 
-def fsdp_ema_setup(
-    ema_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()
-) -> FullyShardedDataParallel:
+def fsdp_ema_setup(ema_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()) -> FSDP:
     """The model that will hold the averages, frozen and sharded. Built under shardow.meta_init() it takes no whole
     copy; try_load_ckpt() fills it."""
     for param in ema_model.parameters():
@@ -133,7 +121,7 @@ def fsdp_ema_update(ema_model: nn.Module, model: nn.Module, decay: float = 0.999
     """
     twin = _twin_of(ema_model)
     try:
-        averages = twin.bind(model)
+        averages = twin.bind(ema_model, model)
     except ValueError as error:
         raise invalid(f"fsdp_ema_update(): {error}", AssertionError) from None
     averages.update(decay, 1 - decay)
@@ -145,7 +133,7 @@ def _twin_of(ema_model: nn.Module) -> TrainedCopy:
         if valueless := meta.valueless(ema_model):
             some = f"'{min(valueless)}' and {len(valueless) - 1} more averages"
             raise invalid(f"fsdp_ema_update(): {some} have no values yet; call try_load_ckpt() first")
-        ema_model.__dict__[_KEY] = TrainedCopy(ema_model, keeps=False)
+        ema_model.__dict__[_KEY] = TrainedCopy(keeps=False)
     twin: TrainedCopy = ema_model.__dict__[_KEY]
     return twin
 
@@ -188,7 +176,7 @@ class FSDPCheckpoint:
             if ranks.rank == 0 and data_status is not None:
                 files.write(data_status, partial / "data_status.pt")
 
-        files.publish("fsdp_save_ckpt()", path, _beside(path, ranks), ranks, fill)
+        files.publish("fsdp_save_ckpt()", path, ranks, fill)
 
     @staticmethod
     def try_load_ckpt(
@@ -210,7 +198,7 @@ class FSDPCheckpoint:
         if folder is None:
             logger.info("Training from scratch.")
             if ema_model is not None and meta.valueless(ema_model):
-                TrainedCopy(ema_model, keeps=False).begin(model)
+                AveragedCopy("mul_add").bind(ema_model, model).copy()
                 meta.have_values(ema_model)
             return model, ema_model
         logger.info(f"Loading checkpoint from {folder}.")
@@ -241,8 +229,8 @@ class FSDPCheckpoint:
             step = os.path.basename(os.path.normpath(folder))
             if not step.isdigit():
                 raise invalid(f"{folder} is not named after its step, e.g. 0001000; its step is unknown")
-            status = _read(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
-            schedule = _read(folder / "scheduler.pt") if scheduler is not None else None
+            status = files.read(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
+            schedule = files.read(folder / "scheduler.pt") if scheduler is not None else None
             own = status[ranks.rank] if ranks.rank < len(status) else None
             return _read_shard(folder, name, count), schedule, int(step) + 1, own
 
@@ -300,16 +288,12 @@ def _shard_of(config: FSDPConfig) -> tuple[str, int, bool]:
 
 def _read_shard(folder: Path, name: str, count: int) -> Any:
     if (folder / name).exists():
-        return _read(folder / name)
+        return files.read(folder / name)
     counts = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("optimizer.*-of-*.pt")})
     there = f"that of {' and '.join(map(str, counts))} shards" if counts else "none"
     differ = f"this run has {count} shards of the optimizer's state, the checkpoint {there}"
     way_out = "Resume with as many, or from the weights alone, which fit any number"
     raise errors.make("not_found", f"{folder} has no {name}: {differ}. {way_out}")
-
-
-def _read(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _existing(resume_from: str | Path | None, ranks: RankGroup) -> Path | None:
@@ -322,16 +306,3 @@ def _existing(resume_from: str | Path | None, ranks: RankGroup) -> Path | None:
         return path
     warn(f"{path}, to resume from, does not exist")
     return None
-
-
-def _beside(path: Path, ranks: RankGroup) -> Path:
-    """Where rank 0 finds room for what is not whole yet."""
-    folder = path.parent
-
-    def choose() -> bytes:
-        folder.mkdir(parents=True, exist_ok=True)
-        if folder.stat().st_dev == folder.parent.stat().st_dev and os.access(folder.parent, os.W_OK):
-            return os.fsencode(folder.parent / f".{folder.name}-{path.name}.partial")
-        return os.fsencode(folder / f".{path.name}.partial")
-
-    return Path(os.fsdecode(ranks.on_first("fsdp_save_ckpt()", choose)))

@@ -25,8 +25,7 @@ from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, one_of
 from shardow.compat._impl import files
-from shardow.compat._impl.filling import load_averages
-from shardow.compat._impl.swapped_model_proxy import ranks_of
+from shardow.compat._impl.swapped_model_proxy import load_averages, ranks_of
 from shardow.ema import EMA, model_averages
 from shardow.files.checkpoint import full_state_dict
 from shardow.model.match import compare
@@ -109,11 +108,8 @@ class EMA_FSDP:
         if self._is_copy and model is not self._model:
             self._follow(model)
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
-            raise invalid(
-                "update(): this is not the module that the averages are of; make an EMA_FSDP of it and load this "
-                "one's state_dict()",
-                KeyError,
-            )
+            way_out = "make an EMA_FSDP of it and load this one's state_dict()"
+            raise invalid(f"update(): this is not the module that the averages are of; {way_out}", KeyError)
 
     def _follow(self, model: nn.Module) -> None:
         """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its

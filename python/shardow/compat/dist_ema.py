@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardow import _core, errors
+from shardow import _core, errors, schedules
 from shardow.averages.tracked import divide
 from shardow.base.checks import fraction, invalid, seconds, unsupported, whole
-from shardow.compat._impl.filling import fill
 from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory
-from shardow.compat._impl.swapped_model_proxy import refuse_copies
+from shardow.compat._impl.swapped_model_proxy import fill, refuse_copies
 from shardow.distributed.gather import Gatherer, Part
-from shardow.distributed.rank_group import Comparison, RankGroup, Step, equal_facts, equal_updates
+from shardow.distributed.rank_group import RankGroup, Step, equal_facts, equal_updates
 from shardow.files import engine, paths
 from shardow.model.local import LocalTensor
 from shardow.model.match import compare
@@ -34,6 +33,7 @@ from shardow.model.owners import has_fsdp
 from shardow.model.parts import Held
 from shardow.model.view import ModelView, find
 from shardow.model.zero3 import is_partitioned
+from shardow.start.fill import FileLoad, Job
 
 __all__ = ["PRECISION_TO_TYPE", "DistEMA", "requires_grad"]
 
@@ -101,10 +101,7 @@ class DistEMA:
             raise invalid(f"warmup=True needs a power: {powers}", TypeError)
         if whole("rank", self.rank, 0) >= whole("world_size", self.world_size, 1):
             raise invalid(f"rank={self.rank}; with world_size={self.world_size} it must be less")
-        for name in ("decay", "min_decay"):
-            fraction(name, getattr(self, name))
-        if self.warmup and not self.inv_gamma > 0:
-            raise invalid(f"inv_gamma={self.inv_gamma}; it must be more than 0")
+        self.get_decay()  # raises for numbers that it cannot be made of
         if dist.is_initialized() and (self.world_size, self.rank) != (self._ranks.size, self._ranks.rank):
             raise invalid(
                 f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._ranks.rank} of the "
@@ -166,12 +163,10 @@ class DistEMA:
     def get_decay(self) -> float:
         """Of the next update. With ``warmup``: s = max(0, decay_steps - update_after_step - 1), then 1 - (1 + s /
         inv_gamma)^-power into [min_decay, decay]: the first two updates copy. Else ``decay``."""
-        if not self.warmup:
-            return self.decay
-        assert self.power is not None
-        steps = max(0, self.decay_steps - self.update_after_step - 1)
-        value: float = 1 - (1 + steps / self.inv_gamma) ** -self.power
-        return max(self.min_decay, min(value, self.decay))
+        schedule = schedules.dist_ema(
+            self.decay, self.warmup, self.power or 2 / 3, min_decay=self.min_decay, inv_gamma=self.inv_gamma
+        )
+        return schedule.factors(max(1, self.decay_steps + 1 - self.update_after_step), 0)[0]
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float | None = None) -> None:
@@ -227,11 +222,9 @@ class DistEMA:
         parts = self._ranks.step("state_dict()", prepare)
         inverse = {share.name: share.inverse for share in self._shares}
         gatherer, host = Gatherer("state_dict()", parts, self._ranks), torch.device("cpu")
-        found: OrderedDict[str, torch.Tensor] = OrderedDict()
-        for name, full in gatherer.everywhere(lambda _: host) if everywhere else gatherer.stream():
-            if full is not None:
-                found[self._called[name]] = full.permute(inverse[name]) if name in inverse else full
-        return found
+        tensors = dict(gatherer.everywhere(lambda _: host)) if everywhere else gatherer.whole({})
+        each = ((name, full.permute(inverse[name]) if name in inverse else full) for name, full in tensors.items())
+        return OrderedDict((self._called[name], full) for name, full in each)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -249,7 +242,6 @@ class DistEMA:
             if is_wrapped:
                 steps = steps_in(state_dict["config"], self.config)
             held = self._held(saving=False)
-            held.names = {share.name: (share.name, self._called[share.name]) for share in self._shares}
             held.others = self._called  # buffers, too
             return held
 
@@ -280,42 +272,39 @@ class DistEMA:
         """What save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective.
         Raises, before anything changes, where names, shapes or options differ."""
         self._needs_all("load()")
-        loading = _Load(self, path)
-        loading.run(path, self._ranks)
+
+        def look() -> Step[Job]:
+            held = self._held(saving=False)
+            facts = equal_facts("load()", {"path": paths.to_read(path)}, self._ranks)
+            return Step(Job("load()", held, self._ranks, held.names, (), strict=True), [facts])
+
+        loading = _Load(path, look)
+        loading.config = self.config
+        loading.fill(self._ranks)
         self.decay_steps = loading.steps
 
     def _held(self, saving: bool) -> Held:
         """In a sharded model, what every rank holds whole is saved by rank 0."""
-        held, everything = Held([], {}, None), not saving or not is_sharded(self.model)
+        held = Held([], {share.name: (share.name, self._called[share.name]) for share in self._shares}, None)
+        everything = not saving or not is_sharded(self.model)
         for one in self._shares:
             if everything or one.local.counts_on(self._ranks.rank):
                 held.parts += one.parts(held.copied)
         return held
 
 
-class _Load(engine.Load):
-    """load() of one rank."""
+class _Load(FileLoad):
+    """A load that begins where the options, which are in the file, fit ``config``. ``steps``: decay_steps there."""
 
-    def __init__(self, ema: DistEMA, path: str | Path) -> None:
-        self._ema, self._path = ema, path
+    config: dict[str, Any]
 
-    def look(self) -> list[Comparison]:
-        self._held = self._ema._held(saving=False)
-        return [equal_facts("load()", {"path": paths.to_read(self._path)}, self._ema._ranks)]
-
-    def find(self) -> tuple[str, list[str], bytes]:
-        return paths.to_read(self._path), [], b""
-
-    def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         metadata = files[0].metadata
         if CONFIG not in metadata:
             why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"
             raise errors.make("corrupt", f"{self._path} is not a saved DistEMA: {why}")
-        self.steps = steps_in(json.loads(metadata[CONFIG]), self._ema.config)
-        return [(self._held.parts, True)]
-
-    def has_read(self) -> None:
-        self._held.put_back()
+        self.steps = steps_in(json.loads(metadata[CONFIG]), self.config)
+        return super().wanted(words, files)
 
 
 def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:

@@ -17,12 +17,12 @@ from torch import nn
 from shardow.averages import copies
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, unsupported
-from shardow.compat._impl.averaged_copy import AveragedCopy, Choose, Fate, Kind, everything
-from shardow.compat._impl.given_memory import warn_of_rounding
+from shardow.compat._impl.averaged_copy import AveragedCopy, everything
+from shardow.compat._impl.given_memory import Choose, Fate, Kind, warn_of_rounding
 from shardow.compat._impl.swapped_model_proxy import (
     AveragesOfProxy,
+    Follower,
     SwappedModelProxy,
-    fates,
     proxy_for,
     whole_averages,
 )
@@ -88,7 +88,7 @@ class EMA(nn.Module):
         self.move_ema_to_online_device = move_ema_to_online_device
         self._replicas = replicas
         self._made_for: Any = None
-        self._followers: dict[tuple[bool, bool], _Follower] = {}
+        self._followers: list[Follower] = []
         self.ema_model: Any = None
         if not lazy_init_ema:
             self.init_ema(ema_model if isinstance(ema_model, nn.Module) or ema_model is None else ema_model())
@@ -207,7 +207,7 @@ class EMA(nn.Module):
         else:
             _warn_of_rounding(ma_model)
             follower = _following(ma_model, current_model, partial(self._fate, called(self.model)))
-        follower.update(current_model, decay, 1.0 - decay)
+        follower.bind(ma_model, current_model).update(decay, 1.0 - decay)
 
     def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
         """For a subclass that has its own update_moving_average(); on whichever devices they are."""
@@ -218,10 +218,10 @@ class EMA(nn.Module):
         tgt.lerp_(src.to(tgt.device), weight)
 
     def copy_params_from_model_to_ema(self) -> None:
-        self._follower(back=False, whole=True).copy(self.model)
+        self._follower(back=False).bind(self.ema_model, self.model).copy()
 
     def copy_params_from_ema_to_model(self) -> None:
-        self._follower(back=True, whole=True).copy(self.ema_model)
+        self._follower(back=True).bind(self.model, self.ema_model).copy()
 
     def update_model_with_ema(self, decay: float | None = None) -> None:
         """From hare to tortoise (arXiv:2406.02596): the model goes on from its averages, keeping ``decay`` of its
@@ -233,27 +233,25 @@ class EMA(nn.Module):
         else:
             self.update_moving_average(self.model, self.ema_model, decay)
 
-    def _follower(self, back: bool, whole: bool = False) -> _Follower:
-        """Of the averages, or on the way ``back`` of the model. ``whole``: names don't count. Made anew where models or
-        names changed.
-        """
+    def _follower(self, back: bool) -> Follower:
+        """Of the averages, or on the way ``back`` of the model. Made anew where models or names changed."""
         rules = (set(self.ignore_names), set(self.ignore_startswith_names), set(self.param_or_buffer_names_no_ema))
         made_for = (self.ema_model, self.model, rules)
         if self._made_for != made_for:
             _warn_of_rounding(self.ema_model)
-            self._made_for, self._followers = made_for, {}
-        if (back, whole) not in self._followers:
-            choose: Choose = everything if whole else partial(self._fate, called(self.model))
-            module, model = (self.model, self.ema_model) if back else (self.ema_model, self.model)
-            choose = _of_floating(choose) if back else choose
-            self._followers[back, whole] = _following(module, model, choose)
-        return self._followers[back, whole]
+            choose = partial(self._fate, called(self.model))
+            self._followers = [
+                _following(self.ema_model, self.model, choose),
+                _following(self.model, self.ema_model, _of_floating(choose)),
+            ]
+            self._made_for = made_for
+        return self._followers[back]
 
     def _fate(self, with_wrappers: Callable[[str], str], name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
         """By the name, or by what it is with the names of wrappers."""
         names = {name, with_wrappers(name)}
         if names & self.ignore_names or any(one.startswith(tuple(self.ignore_startswith_names)) for one in names):
-            return "leave"
+            return "hold"
         return "copy" if names & self.param_or_buffer_names_no_ema else "average"
 
     # ---- state
@@ -279,46 +277,39 @@ class EMA(nn.Module):
         """Copies pair their models anew."""
         if isinstance(self.ema_model, SwappedModelProxy):
             raise unsupported("averages of a sharded model are kept with it, and cannot be copied; save state_dict()")
-        return {**self.__dict__, "_made_for": None, "_followers": {}}
+        return {**self.__dict__, "_made_for": None, "_followers": []}
 
 
-class _WayBack:
+class _WayBack(AveragesOfProxy):
     """The model follows the averages of its proxy. Collective where they are divided."""
 
-    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
-        self._proxy, self._choose = proxy, choose
+    def bind(self, module: nn.Module, model: Any) -> AveragesOfProxy:
+        return super().bind(model, module)
 
     @torch.no_grad()
-    def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        averages, what = self._proxy.core, "update_model_with_ema()"
+    def update(self, decay: float, weight: float) -> None:
+        averages, what = self._averages, "update_model_with_ema()"
 
         def fill() -> None:
-            for row, fate in fates(averages, self._choose):
-                target, average = row.weights(), row.averages[0]
-                if fate == "average":
-                    average = torch.lerp(target.to(average.dtype), average, weight)
-                if fate != "leave":
-                    target.copy_(average)
+            for row in self._rows["average"]:
+                weights, average = row.weights(), row.averages[0]
+                weights.copy_(torch.lerp(weights.to(average.dtype), average, weight))
+            for row in self._rows["copy"]:
+                row.weights().copy_(row.averages[0])
 
         averages.together(what, lambda: averages.swap.ready(what))
         copies.write(averages, fill)
 
-    def copy(self, model: nn.Module) -> None:
+    def copy(self) -> None:
         """All weights become their averages, whatever their fate."""
-        self._proxy.ema.feed_back()
+        copies.feed_back(self._averages, None)
 
 
-_Follower = AveragedCopy | AveragesOfProxy | _WayBack
-
-
-def _following(module: nn.Module, model: nn.Module, choose: Choose) -> _Follower:
+def _following(module: nn.Module, model: nn.Module, choose: Choose) -> Follower:
     """Keeps ``module`` at the averages of ``model``, one of which may be a proxy of the other."""
-    proxy, other = (module, model) if isinstance(module, SwappedModelProxy) else (model, module)
-    if not isinstance(proxy, SwappedModelProxy):
-        return AveragedCopy(module, "lerp", choose)
-    if proxy.core.view.model is not other:
-        raise invalid("these averages are another model's; of a sharded model they stay with it")
-    return AveragesOfProxy(proxy, choose) if proxy is module else _WayBack(proxy, choose)
+    if isinstance(module, SwappedModelProxy):
+        return AveragesOfProxy(choose)
+    return _WayBack(choose) if isinstance(model, SwappedModelProxy) else AveragedCopy("lerp", choose)
 
 
 def _warn_of_rounding(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ the origin's.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,10 +16,9 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import fraction, invalid
-from shardow.compat._impl.averaged import Averaged, follow
-from shardow.compat._impl.averaged_copy import Fate, Kind, everything
-from shardow.compat._impl.given_memory import Tensors
-from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy
+from shardow.compat._impl.averaged_copy import everything
+from shardow.compat._impl.given_memory import Fate, Kind, Tensors
+from shardow.compat._impl.swapped_model_proxy import Averaged, SwappedModelProxy, follow
 
 AvgFn = Callable[[Tensor, Tensor, "Tensor | int"], Tensor]
 MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
@@ -61,10 +61,11 @@ def _of_count(num_averaged: Tensor) -> tuple[float, float]:
     return 1 - weight, weight
 
 
-def _known(function: Any, rule: Rule, factors: Callable[[Tensor], tuple[float, float]]) -> Callable[..., Any]:
+def _known(
+    function: Callable[..., Any], rule: Rule, factors: Callable[[Tensor], tuple[float, float]]
+) -> Callable[..., Any]:
     setattr(function, _KNOWN, (rule, factors))
-    known: Callable[..., Any] = function
-    return known
+    return function
 
 
 _MEAN, _MEAN_OF_ONE = get_swa_multi_avg_fn(), get_swa_avg_fn()
@@ -98,7 +99,7 @@ class AveragedModel(Averaged):
         known = _arithmetic_of(multi_avg_fn or avg_fn, model)
         rule = known[0] if known is not None else "lerp"
         choose = everything if use_buffers else _parameters
-        super().__init__(follow(model, rule, choose, device=device, replicas=replicas))
+        super().__init__(*follow(model, rule, choose, device=device, replicas=replicas))
         self.avg_fn, self.multi_avg_fn, self.use_buffers, self._rule = avg_fn, multi_avg_fn, use_buffers, rule
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
@@ -106,24 +107,23 @@ class AveragedModel(Averaged):
         """The first time a copy. Raises RuntimeError, before anything changes, where ``model`` differs in names or
         shapes.
         """
-        follower = self._follow()
+        averages = self._follower.bind(self.module, model)
         known = _arithmetic_of(self.multi_avg_fn or self.avg_fn, model)  # which may be replaced at any time
         if self.n_averaged == 0:
-            follower.copy(model)
+            averages.copy()
         elif known is not None and known[0] == self._rule:
-            follower.update(model, *known[1](self.n_averaged))
+            averages.update(*known[1](self.n_averaged))
         else:
-            follower.apply(model, self._change)
+            averages.apply(self._change)
         self.n_averaged += 1
 
     def _change(self, averages: Tensors, weights: Tensors) -> None:
         """By a function that is not this module's."""
-        groups: dict[tuple[torch.device, torch.dtype], tuple[Tensors, Tensors]] = {}
-        for average, weight in zip(averages, weights, strict=True):
-            some = groups.setdefault((average.device, average.dtype), ([], []))
-            some[0].append(average)
-            some[1].append(weight)
-        for (device, _), (ours, theirs) in groups.items():
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for place, average in enumerate(averages):
+            groups[average.device, average.dtype].append(place)
+        for (device, _), places in groups.items():
+            ours, theirs = ([tensors[place] for place in places] for tensors in (averages, weights))
             count = self.n_averaged.to(device)
             if self.multi_avg_fn is not None:
                 self.multi_avg_fn(ours, theirs, count)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardow import schedules
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl import files
-from shardow.compat._impl.averaged import Averaged, Follower, follow, load
-from shardow.compat._impl.averaged_copy import AveragedCopy, Fate, Kind
-from shardow.compat._impl.averaged_copy import Rule as Chosen
-from shardow.compat._impl.swapped_model_proxy import NARROW, ranks_of, whole_averages
+from shardow.compat._impl.averaged_copy import AveragedCopy, ChosenRule
+from shardow.compat._impl.given_memory import Fate, Kind
+from shardow.compat._impl.swapped_model_proxy import NARROW, Averaged, follow, load, ranks_of, whole_averages
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
@@ -37,13 +37,13 @@ class ModelEma:
         self, model: nn.Module, decay: float = 0.9999, device: Any = "", resume: str | Path = "", *,
         replicas: Replicas = "copy",
     ) -> None:  # fmt: skip
-        self._follower = follow(model, "two_products", device=device or None, replicas=replicas)
-        self.ema = self._follower.module.eval()
+        module, self._follower = follow(model, "two_products", device=device or None, replicas=replicas)
+        self.ema = module.eval()
         self.decay = decay
         self.device = device
         self.ema_has_module = hasattr(self.ema, "module")
         if resume:
-            self._load_checkpoint(resume)
+            load_ema_state_dict(self.ema, resume)
         for p in self.ema.parameters():
             p.requires_grad_(False)
 
@@ -52,15 +52,11 @@ class ModelEma:
         """``ema``, by the name under which timm.utils.unwrap_model() looks for it."""
         return self.ema
 
-    def _load_checkpoint(self, checkpoint_path: str | Path) -> None:
-        load_ema_state_dict(self.ema, checkpoint_path)
-
     def update(self, model: nn.Module) -> None:
         """Raises RuntimeError (KeyError of a missing name), before anything changes, where ``model`` differs in names
         or shapes.
         """
-        self._follower.module = self.ema
-        self._follower.update(model, self.decay, 1.0 - self.decay)
+        self._follower.bind(self.ema, model).update(self.decay, 1.0 - self.decay)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The state of ``ema`` in fresh CPU tensors, whole also where it is sharded: then collective, on rank 0, and {}
@@ -75,18 +71,18 @@ class ModelEmaV2(Averaged):
     def __init__(
         self, model: nn.Module, decay: float = 0.9999, device: Any = None, *, replicas: Replicas = "copy"
     ) -> None:
-        super().__init__(follow(model, "two_products", device=device, replicas=replicas))
+        super().__init__(*follow(model, "two_products", device=device, replicas=replicas))
         self.module.eval()
         self.decay = decay
         self.device = device
 
     def update(self, model: nn.Module) -> None:
         """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
-        self._follow().update(model, self.decay, 1.0 - self.decay)
+        self._follower.bind(self.module, model).update(self.decay, 1.0 - self.decay)
 
     def set(self, model: nn.Module) -> None:
         """The averages become the model's state."""
-        self._follow().copy(model)
+        self._follower.bind(self.module, model).copy()
 
 
 class ModelEmaV3(Averaged):
@@ -114,11 +110,10 @@ class ModelEmaV3(Averaged):
         first = next(model.parameters(), None)
         if device is not None and first is not None and device != first.device:
             foreach = False
-        rule: Chosen = functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp"
+        rule: ChosenRule = functools.partial(_rule_of_foreach, stochastic_rounding) if foreach else "lerp"
         choose = _parameters_alone if exclude_buffers else _saved_floats
         rounding: dict[str, Any] = {"stochastic": stochastic_rounding, "seed": stochastic_rounding_seed}
-        follower = follow(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
-        super().__init__(follower)
+        super().__init__(*follow(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding))
         self.module.eval()
         self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step
         self.use_warmup, self.warmup_gamma, self.warmup_power = use_warmup, warmup_gamma, warmup_power
@@ -126,48 +121,40 @@ class ModelEmaV3(Averaged):
         self.stochastic_rounding, self.stochastic_rounding_seed = stochastic_rounding, stochastic_rounding_seed
 
     def get_decay(self, step: int | None = None) -> float:
-        """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else
-        ``decay``, and in a warm-up 1
-        - (1 + n / warmup_gamma) ** -warmup_power between ``min_decay`` and ``decay``."""
+        """``decay`` without a step; with one, that of shardow.schedules.timm()."""
         if step is None:
             return self.decay
-        counted = step - self.update_after_step - 1
-        if counted <= 0:
-            return 0.0
-        if not self.use_warmup:
-            return self.decay
-        warming: float = 1 - (1 + counted / self.warmup_gamma) ** -self.warmup_power
-        return max(min(warming, self.decay), self.min_decay)
+        schedule = schedules.timm(
+            self.decay, self.min_decay, use_warmup=self.use_warmup, gamma=self.warmup_gamma, power=self.warmup_power
+        )
+        return schedule.factors(max(1, step - self.update_after_step), 0)[0]
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
         """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
-        self._average(self._follow(), model, self.get_decay(step))
+        self._average(model, self.get_decay(step), self.exclude_buffers)
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         """update() by ``decay``; buffers are averaged. NotImplementedError of stand-ins made with
         ``exclude_buffers``."""
-        self._average(self._followed_by(False), model, decay)
+        self._average(model, decay, exclude_buffers=False)
 
     def apply_update_no_buffers_(self, model: nn.Module, decay: float) -> None:
         """update() by ``decay``; buffers are copied. NotImplementedError of stand-ins made without
         ``exclude_buffers``."""
-        self._average(self._followed_by(True), model, decay)
+        self._average(model, decay, exclude_buffers=True)
 
-    def _average(self, follower: Follower, model: nn.Module, decay: float) -> None:
+    def _average(self, model: nn.Module, decay: float, exclude_buffers: bool) -> None:
+        follower = self._follower
+        if exclude_buffers != self.exclude_buffers:
+            if not isinstance(follower, AveragedCopy):
+                raise unsupported(f"averages with exclude_buffers={self.exclude_buffers} stay so; make others")
+            follower = follower.again(_parameters_alone if exclude_buffers else _saved_floats)
         weight = 1.0 - decay
-        follower.update(model, 1.0 - weight, weight)
-
-    def _followed_by(self, exclude_buffers: bool) -> Follower:
-        own = self._follow()
-        if exclude_buffers == self.exclude_buffers:
-            return own
-        if not isinstance(own, AveragedCopy):
-            raise unsupported(f"averages with exclude_buffers={self.exclude_buffers} stay so; make others")
-        return own.again(_parameters_alone if exclude_buffers else _saved_floats)
+        follower.bind(self.module, model).update(1.0 - weight, weight)
 
     def set(self, model: nn.Module) -> None:
         """The averages become the model's state."""
-        self._follow().copy(model)
+        self._follower.bind(self.module, model).copy()
 
 
 def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> Rule:
@@ -177,7 +164,7 @@ def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dty
 
 
 def _saved_floats(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
-    if kind == "temporary":
+    if kind == "table":
         return "leave"
     return "average" if tensor.is_floating_point() else "copy"
 

@@ -69,9 +69,7 @@ class ExponentialMovingAverage:
         """Inside, the parameters are the averages; after it, whatever happened, what they were. Blocks may be
         nested."""
         found, before = resharded(self._given(parameters)), self.collected_params
-        self.store(found)
-        weights = self.collected_params
-        assert weights is not None
+        self.collected_params = weights = copies(found)
         try:
             self.copy_to(found)
             yield
@@ -93,18 +91,16 @@ class ExponentialMovingAverage:
         """Copies a state, in the parameters' devices and dtypes; of whole tensors, sharded ones take their part. What
         does not fit changes nothing."""
         decay, num_updates = fraction("decay", state_dict["decay"]), state_dict["num_updates"]
-        _require(
-            num_updates is None or isinstance(num_updates, int),
-            f"num_updates is {num_updates!r}; it must be an int or None",
-        )
+        if num_updates is not None and not isinstance(num_updates, int):
+            raise invalid(f"num_updates is {num_updates!r}; it must be an int or None", AssertionError)
         shadows = self._fitted("shadow_params", state_dict["shadow_params"])
         collected = state_dict["collected_params"]
         if collected is not None:
-            _require(isinstance(collected, list), "collected_params must be a list or None")
-            _require(
-                len(collected) == len(shadows),
-                f"there are {len(collected)} collected_params and {len(shadows)} shadow_params",
-            )
+            if not isinstance(collected, list):
+                raise invalid("collected_params must be a list or None", AssertionError)
+            if len(collected) != len(shadows):
+                counts = f"{len(collected)} collected_params and {len(shadows)} shadow_params"
+                raise invalid(f"there are {counts}", AssertionError)
             collected = self._fitted("collected_params", collected)
         self.decay, self.num_updates, self.shadow_params, self.collected_params = decay, num_updates, shadows, collected
 
@@ -151,11 +147,6 @@ _ALONE = _Held(object()).count()
 def _reference(parameter: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     swapped = torch.__future__.get_swap_module_params_on_conversion() or is_traceable_wrapper_subclass(parameter)
     return _Held(parameter) if swapped else weakref.ref(parameter)
-
-
-def _require(fine: bool, message: str) -> None:
-    if not fine:
-        raise invalid(message, AssertionError)
 
 
 __all__ = ["ExponentialMovingAverage"]

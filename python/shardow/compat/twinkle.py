@@ -8,8 +8,6 @@ import contextlib
 import os
 import re
 import threading
-import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -35,7 +33,7 @@ from shardow.model import origins
 from shardow.model.match import fit
 from shardow.model.modules import repeated_blocks
 from shardow.model.parts import held_by
-from shardow.model.slots import by_tensor, slots, slots_of
+from shardow.model.slots import slots_of
 from shardow.model.swap_guard import refuse_foreign
 from shardow.start.materialize import Request, materialize
 from shardow.start.wrap import own_weights, to_meta, wrap
@@ -47,7 +45,7 @@ _LORA = ("lora_A", "lora_B", "lora_embedding")
 _VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
-class Strategy(ABC):
+class Strategy:
     """What both have in common: whole states, adapters and the optimizer's checkpoint, with one model on many ranks."""
 
     device_mesh: Any
@@ -60,13 +58,13 @@ class Strategy(ABC):
     def _loads_on_rank_0(self) -> bool:
         return self._memory_efficient_init and self.device_mesh is not None
 
-    @abstractmethod
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The model without what wrap_model() put around it."""
+        return model
 
-    @abstractmethod
     def needs_wrapped_optimizer_state(self) -> bool:
         """True where the optimizer's state can only be saved and loaded after wrap_model()."""
+        return self.device_mesh is not None
 
     # ---- expert parallelism, which is the model's own business here
 
@@ -163,10 +161,8 @@ def _is_of_adapter(name: str, adapter: str) -> bool:
 
 def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
     """By the model's own names. A file of PEFT's has them without the adapter's, and without ``modules_to_save``."""
-    held, in_model = (
-        held_by(model, None, saving=False),
-        re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)"),
-    )
+    held = held_by(model, None, saving=False)
+    in_model = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
     held.names = {name: (*names, *(in_model.sub("", alias) for alias in names)) for name, names in held.names.items()}
     where = f"adapter '{adapter}'"
     found = fit(held, weights, where)
@@ -214,12 +210,6 @@ class NativeFSDPStrategy(Strategy):
             "mixed_precision": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
         }
         return wrap(model, mesh, optimizer, _units(model), **options)
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def needs_wrapped_optimizer_state(self) -> bool:
-        return self.device_mesh is not None
 
 
 def _units(model: nn.Module) -> Any:
@@ -291,7 +281,7 @@ class AccelerateStrategy(Strategy):
                 parallelism_config=_parallelism(sizes),
                 kwargs_handlers=handlers,
             )
-        if self.fsdp_plugin is not None and not self._shards():
+        if self.fsdp_plugin is not None and not self.accelerator.is_fsdp2:
             warn(
                 f"accelerate does no FSDP here ({self.accelerator.distributed_type}, {self.accelerator.device}): "
                 "models will be replicated; NativeFSDPStrategy shards on CPUs too",
@@ -301,7 +291,7 @@ class AccelerateStrategy(Strategy):
     def wrap_model(self, model: nn.Module, *args: Any) -> Any:
         """``accelerator.prepare(model, *args)``, with its result: (model, optimizer, ...), FSDP2's at once.
         Collective."""
-        if not (self._memory_efficient_init and self._shards()):
+        if not (self._memory_efficient_init and self.accelerator.is_fsdp2):
             return self.accelerator.prepare(model, *args)
         ranks = all_ranks()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
@@ -331,9 +321,6 @@ class AccelerateStrategy(Strategy):
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)  # type: ignore[no-any-return]
 
     def needs_wrapped_optimizer_state(self) -> bool:
-        return self._shards()
-
-    def _shards(self) -> bool:
         return bool(self.accelerator.is_fsdp2)
 
 
@@ -370,13 +357,11 @@ def _plugin(sizes: Mapping[str, int], mixed_precision: str, config: dict[str, An
     return FullyShardedDataParallelPlugin(fsdp_version=2, **{**defaults, **config})
 
 
-# ---- helpers for a model that is sharded before it has weights, and for the optimizer that was made before
+# ---- helpers for a model that is sharded before it has weights
 
 _lock = threading.Lock()
 _inside = 0
 _outermost = contextlib.ExitStack()
-# By optimizer, what each knew of its parameters.
-_unbound: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[torch.Tensor, Any]] = weakref.WeakKeyDictionary()
 
 
 def _broadcast_sharded_state_dict(
@@ -403,49 +388,6 @@ def _restore_non_persistent_buffers(
     for name, saved in saved_buffers.items():
         prefix, _, key = name.rpartition(".")
         model.get_submodule(prefix).register_buffer(key, saved.to(device), persistent=False)
-
-
-def _unbind_optimizer_params(optimizer: torch.optim.Optimizer) -> None:
-    """Lets the parameters' memory go; where they were is remembered, as far as it is known, and what the optimizer
-    knows of them.
-    """
-    states = _unbound[optimizer] = {}
-    for group in optimizer.param_groups:
-        left = [torch.empty(1, dtype=param.dtype, device="meta") for param in group["params"]]
-        for param, instead in zip(group["params"], left, strict=True):
-            origins.inherit(instead, param)
-            if param in optimizer.state:
-                states[instead] = optimizer.state.pop(param)
-        group["params"] = left
-
-
-def _rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Parameters into the optimizer's groups: where they were, else by ``param_names``, else, of one group, in order;
-    or raises.
-    """
-    found: list[origins.Places] = []
-    for number, (group, known) in enumerate(
-        zip(optimizer.param_groups, origins.known_places(optimizer, model), strict=True)
-    ):
-        if None in known and len(optimizer.param_groups) == 1:
-            found.append(_in_order(model, len(known)))
-        else:
-            found.append([place for place in known if place is not None])
-        if len(found[-1]) != len(group["params"]):
-            raise invalid(
-                f"optimizer group {number}: it is not known which parameters it had; make it from "
-                "model.named_parameters()"
-            )
-    optimizer.state.update(_unbound.pop(optimizer, {}))
-    origins.bind(optimizer, found)
-    return optimizer
-
-
-def _in_order(model: nn.Module, count: int) -> origins.Places:
-    """Of all parameters, or of those that are trained."""
-    everything = [where[0] for where in by_tensor(slots(model, "parameter")).values()]
-    chosen = everything if len(everything) == count else [slot for slot in everything if slot.recorded.requires_grad]
-    return [(slot.module, slot.key) for slot in chosen]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,12 +32,6 @@ def remember_all(model: nn.Module) -> None:
         remember(slot.module, slot.key)
 
 
-def inherit(instead: torch.Tensor, param: torch.Tensor) -> None:
-    """What is remembered of a parameter is so of what takes its place."""
-    if param in _origins:
-        _origins[instead] = _origins[param]
-
-
 def forget_swapped(model: nn.Module) -> None:
     """Called before its parameters may get other memory, here or in model.to(). DTensors stay the same objects then,
     found in the model itself, and torch refuses to swap what is weakly referenced."""
@@ -56,7 +50,12 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
     has changed, for one that is nowhere."""
     instance("optimizer", optimizer, torch.optim.Optimizer)
     found: Bindings = []
-    for number, (group, known) in enumerate(zip(optimizer.param_groups, known_places(optimizer, model), strict=True)):
+    there = {id(slot.recorded): (slot.module, slot.key) for slot in slots(model, "parameter")}
+    modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [None] * len(group["params"])
+        pairs = zip(group["params"], names, strict=True)
+        known = [there.get(id(param)) or _remembered(param) or _named(modules, name) for param, name in pairs]
         found.append([place for place in known if place is not None])
         if None in known:
             i = known.index(None)
@@ -67,16 +66,6 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
             way_out = "build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
             raise invalid(f"optimizer group {number}: {lost}; {way_out}")
     return found
-
-
-def known_places(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[list[tuple[nn.Module, str] | None]]:
-    """By group; None of what is nowhere."""
-    there = {id(slot.recorded): (slot.module, slot.key) for slot in slots(model, "parameter")}
-    modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
-    for group in optimizer.param_groups:
-        names = group.get("param_names") or [None] * len(group["params"])
-        pairs = zip(group["params"], names, strict=True)
-        yield [there.get(id(param)) or _remembered(param) or _named(modules, name) for param, name in pairs]
 
 
 def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardow
-from shardow.compat._impl import files
 from shardow.compat.automodel import EMAManager, ShardedModelEMAManager
 
 
@@ -266,12 +265,12 @@ def test_gap_5_ways_out_to_inference(tmp_path: Path, sharding: str, kind: str) -
 
 
 def _export_fails(path: str) -> str:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     manager = EMAManager(models.build("fsdp2", 2))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(files, "_add", full)
+        patched.setattr(torch, "from_file", full)
         with pytest.raises((OSError, shardow.Error)) as told:
             manager.export_shadow(path)
     return str(told.value)

@@ -267,10 +267,10 @@ def test_misuse_raises_the_origins_exceptions(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_left_is_no_part_of_the_next_checkpoint(tmp_path: Path) -> None:
-    directory, partial = tmp_path / "0000001", tmp_path / ".partial"
+    directory, partial = tmp_path / "run" / "0000001", tmp_path / ".run-0000001.partial"
     partial.mkdir()
     (partial / "of the killed one").touch()
-    publish("save()", directory, partial, RankGroup(None, None), lambda folder: (folder / "new").touch())
+    publish("save()", directory, RankGroup(None, None), lambda folder: (folder / "new").touch())
     assert [path.name for path in directory.iterdir()] == ["new"]
     assert not partial.exists()
 
@@ -278,8 +278,8 @@ def test_what_a_killed_save_left_is_no_part_of_the_next_checkpoint(tmp_path: Pat
 def test_a_checkpoint_is_on_the_disk_until_the_one_that_replaces_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, partial = tmp_path / "0000001", tmp_path / ".partial"
-    directory.mkdir()
+    directory, partial = tmp_path / "run" / "0000001", tmp_path / ".run-0000001.partial"
+    directory.mkdir(parents=True)
     (directory / "model.safetensors").touch()
     rename = Path.rename
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_is_on_the_disk_until_the_one_that_replaces_it_has_its_name
 
     monkeypatch.setattr(Path, "rename", fails)
     with pytest.raises(OSError, match="no"):
-        publish("save()", directory, partial, RankGroup(None, None), lambda folder: (folder / "new").touch())
+        publish("save()", directory, RankGroup(None, None), lambda folder: (folder / "new").touch())
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model.safetensors"]
 
 
@@ -311,5 +311,5 @@ def test_a_checkpoint_with_what_is_not_its_own_is_not_replaced(kind: str, tmp_pa
     with pytest.raises(
         shardow.Error, match=r"0000001 would be replaced, and has \w+(\.\w+)?, which no such save wrote"
     ):
-        publish("save()", directory, tmp_path / ".partial", RankGroup(None, None), lambda folder: None)
+        publish("save()", directory, RankGroup(None, None), lambda folder: None)
     assert sorted(tmp_path.rglob("*")) == before

@@ -76,7 +76,7 @@ def test_a_copied_stand_in_averages_into_its_own_memory(way: str) -> None:
     ema = ModelEma(model, 0.5, replicas="split")
     copied = WAYS[way](ema)
     before = averages(ema.ema)
-    own = copied._follower.module._model
+    own = copied.ema._model
     wander(own, 1)
     copied.update(own)
     torch.testing.assert_close(averages(ema.ema), before, rtol=0, atol=0)

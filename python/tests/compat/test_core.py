@@ -22,10 +22,10 @@ from torch.distributed.fsdp import fully_shard
 
 from shardow import EMA
 from shardow.averages.options import Rule
-from shardow.compat._impl.averaged_copy import AveragedCopy
+from shardow.compat._impl.averaged_copy import AveragedCopy, everything
 from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory, flat
 from shardow.compat._impl.parameter_list import ParameterList, copies
-from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, needed
+from shardow.compat._impl.swapped_model_proxy import SwappedModelProxy, proxy_for
 from shardow.compat.bagel import fsdp_ema_update
 from shardow.compat.torch_ema import ExponentialMovingAverage
 
@@ -124,34 +124,34 @@ def test_flat_is_a_view_in_the_order_of_memory_or_nothing() -> None:
 @pytest.mark.parametrize("name", walks.NAMES)
 def test_a_twin_follows_weights_and_buffers_whatever_replaces_them(name: str) -> None:
     model = walks.model(name)
-    twin = AveragedCopy(copy.deepcopy(model), "lerp")
+    averaged, twin = copy.deepcopy(model), AveragedCopy("lerp")
     expected = copy.deepcopy(model).state_dict()
     for step in walks.walk(model, name, 60):
         if step == 20:
-            for module in [*model.modules(), *twin.module.modules()]:  # moved and replaced tensors
+            for module in [*model.modules(), *averaged.modules()]:  # moved and replaced tensors
                 module._buffers = {key: None if b is None else b.clone() for key, b in module._buffers.items()}
                 for p in module._parameters.values():
                     if p is not None:
                         p.data = p.data.clone()
         watched = nn.Sequential(model)[0] if step < 40 else torch.compile(model, backend="eager")
-        twin.update(watched, 0.9, 1 - 0.9)
+        twin.bind(averaged, watched).update(0.9, 1 - 0.9)
         for key, value in model.state_dict().items():
             expected[key] = expected[key].lerp(value, 1 - 0.9) if value.is_floating_point() else value.clone()
-    for key, value in twin.module.state_dict().items():
+    for key, value in averaged.state_dict().items():
         assert torch.equal(value, expected[key]), key
 
 
 def test_a_twin_refuses_other_names_and_shapes_before_anything_changes() -> None:
     model = walks.model("mlp")
-    twin = AveragedCopy(copy.deepcopy(model), "lerp")
-    before = copy.deepcopy(twin.module.state_dict())
+    averaged, twin = copy.deepcopy(model), AveragedCopy("lerp")
+    before = copy.deepcopy(averaged.state_dict())
     wider = nn.Sequential(nn.Linear(6, 37), nn.BatchNorm1d(37), nn.SiLU(), nn.Linear(37, 20))
     for error in (ValueError, RuntimeError):
         with pytest.raises(error, match=r"'3.weight' has shape.*; missing in the model: 4.weight"):
-            twin.update(wider, 0.9, 0.1)
+            twin.bind(averaged, wider)
     with pytest.raises(RuntimeError, match=r"unexpected in the model: 6\.weight"):
-        twin.update(nn.Sequential(*model, nn.Linear(3, 2)), 0.9, 0.1)
-    assert all(torch.equal(a, before[key]) for key, a in twin.module.state_dict().items())
+        twin.bind(averaged, nn.Sequential(*model, nn.Linear(3, 2)))
+    assert all(torch.equal(a, before[key]) for key, a in averaged.state_dict().items())
 
 
 def test_lists_are_paired_anew_when_they_change() -> None:
@@ -181,9 +181,9 @@ def _stands_in() -> None:
     for layer in (model[0], model[3]):
         fully_shard(layer)
     fully_shard(model)
-    assert needed(model, "copy")
-    assert not needed(plain, "copy")
-    assert needed(plain, "split")
+    assert proxy_for(model, "lerp", everything) is not None
+    assert proxy_for(plain, "lerp", everything) is None
+    assert proxy_for(plain, "lerp", everything, replicas="split") is not None
     ema = EMA(model, 0.5, params="all", buffers="average", stochastic=False)
     stand_in = SwappedModelProxy(ema, model).eval()
     with torch.no_grad():
@@ -215,10 +215,10 @@ def test_a_stand_in_acts_as_the_averaged_model(world: int) -> None:
 
 
 def test_version_counters_move() -> None:
-    twin = AveragedCopy(walks.model("mlp"), "lerp")
-    weight: Any = next(twin.module.parameters())
+    averaged = walks.model("mlp")
+    weight: Any = next(averaged.parameters())
     loss = (weight * weight).sum()
-    twin.update(walks.model("mlp"), 0.5, 0.5)
+    AveragedCopy("lerp").bind(averaged, walks.model("mlp")).update(0.5, 0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -233,11 +233,12 @@ def test_weights_that_change_their_form_where_they_lie_are_noticed(
 ) -> None:
     """Pruning by ``weight.data = weight.data[:2]`` keeps the address."""
     layer = nn.Linear(4, 4, bias=False)
-    twin, listed, ema = AveragedCopy(copy.deepcopy(layer), "lerp"), ParameterList("lerp"), EMA(layer, 0.5)
+    averaged, twin = copy.deepcopy(layer), AveragedCopy("lerp")
+    listed, ema = ParameterList("lerp"), EMA(layer, 0.5)
     shadows = copies(layer.parameters())
     before = layer.weight.detach().clone()
     updates: list[Callable[[], None]] = [
-        lambda: twin.update(layer, 0.5, 0.5),
+        lambda: twin.bind(averaged, layer).update(0.5, 0.5),
         lambda: listed.update(shadows, list(layer.parameters()), 0.5, 0.5),
         ema.update,
     ]
@@ -252,7 +253,7 @@ def test_weights_that_change_their_form_where_they_lie_are_noticed(
     updates[0]()
     updates[1]()
     expected = torch.lerp(before, before.t(), 0.5)
-    assert torch.equal(twin.module.weight, expected)
+    assert torch.equal(averaged.weight, expected)
     assert torch.equal(shadows[0], expected)
     updates[2]()
     assert torch.equal(ema.full_state_dict()["weight"], expected)

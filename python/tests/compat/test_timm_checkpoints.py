@@ -92,7 +92,7 @@ def test_defect_3_of_source_002_a_mismatch_is_an_error_and_changes_nothing(tmp_p
     for kind, message, checkpoint in wrong:
         torch.save(checkpoint, tmp_path / "latest.pth")
         with pytest.raises(kind, match=message):
-            ema._load_checkpoint(tmp_path / "latest.pth")
+            ours.load_ema_state_dict(ema.ema, tmp_path / "latest.pth")
         with pytest.raises(kind, match=message):
             ours.ModelEma(model, resume=tmp_path / "latest.pth")
     with pytest.raises(FileNotFoundError):

@@ -120,11 +120,8 @@ def test_ranks_that_are_told_so_build_the_model_without_weights_and_train_alike(
 def helpers(_: object) -> bool:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     reference, model = made(1), made(1)
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     full, tables = model.state_dict(), twinkle._get_non_persistent_buffers(model)
     assert set(tables) == {"model.table", "model.original"}
-    twinkle._unbind_optimizer_params(optimizer)
-    assert all(p.is_meta and p.numel() == 1 for p in optimizer.param_groups[0]["params"])
     model.to("meta")
     model.head.weight = model.model.embed.weight
     for layer in model.model.layers:
@@ -133,29 +130,32 @@ def helpers(_: object) -> bool:
     model.model.table = model.model.original = None  # type: ignore[assignment]
     twinkle._restore_non_persistent_buffers(model, tables, "cpu")
     twinkle._broadcast_sharded_state_dict(model, full if dist.get_rank() == 0 else {}, device_type="cpu")
-    assert twinkle._rebind_optimizer(optimizer, model) is optimizer
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-    expected = steps(reference, torch.optim.AdamW(reference.parameters(), lr=0.01))
-    return all(torch.equal(a, b) for a, b in zip(steps(model, optimizer), expected, strict=True))
+    losses, expected = (steps(each, torch.optim.AdamW(each.parameters(), lr=0.01)) for each in (model, reference))
+    return all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
 
 
 def test_the_helpers_by_themselves() -> None:
     assert ranks.run(2, helpers, None) == [True, True]
 
 
-def test_an_optimizer_is_bound_again_with_its_state_or_not_at_all() -> None:
+def bound_again() -> None:
     model = made(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     steps(model, optimizer)
-    momenta = [optimizer.state[p]["exp_avg"] for p in model.parameters() if p in optimizer.state]
-    twinkle._unbind_optimizer_params(optimizer)
-    assert not optimizer.state
-    twinkle._rebind_optimizer(optimizer, model)
-    assert [optimizer.state[p]["exp_avg"] for p in model.parameters() if p in optimizer.state] == momenta
-    some = torch.optim.SGD([{"params": [model.head.bias]}, {"params": [model.model.embed.weight]}], lr=1.0)
-    twinkle._unbind_optimizer_params(some)
-    with pytest.raises(ValueError, match="group 0: it is not known which"):
-        twinkle._rebind_optimizer(some, model)
+    momenta = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters() if p.requires_grad}
+    unknown = nn.Parameter(torch.ones(2))
+    some = torch.optim.SGD([{"params": [model.head.bias]}, {"params": [unknown]}], lr=1.0)
+    strategy = twinkle.NativeFSDPStrategy(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), "no")
+    with pytest.raises(ValueError, match=r"group 1: parameter 0 .* it is not known where it was"):
+        strategy.wrap_model(model, some)
+    assert [group["params"][0] for group in some.param_groups] == [model.head.bias, unknown]
+    strategy.wrap_model(model, optimizer)
+    sharded = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters() if p.requires_grad}
+    assert all(torch.equal(sharded[name].full_tensor(), momentum) for name, momentum in momenta.items())
+
+
+def test_an_optimizer_is_bound_again_with_its_state_or_not_at_all() -> None:
+    ranks.run(2, bound_again)
 
 
 def test_variables_of_the_environment_come_back_when_the_last_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:

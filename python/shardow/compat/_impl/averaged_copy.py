@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardow.averages.options import Rule as EngineRule
-from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory, Tensors, warn_of_rounding
+from shardow.averages.options import Rule
+from shardow.compat._impl.given_memory import AveragedTensor, Choose, Fate, GivenMemory, Kind, Tensors, warn_of_rounding
 from shardow.model.match import Fit, compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
 
-Kind = Literal["parameter", "buffer", "temporary"]  # temporary: a buffer that state_dict() has not
-Fate = Literal["average", "copy", "leave"]
-Choose = Callable[[str, torch.Tensor, Kind], Fate]
 #: change(averages, weights) gets lists of tensors, of a sharded model this rank's parts in one dimension, and writes
 #: the former.
 Change = Callable[[Tensors, Tensors], None]
 #: A rule's name, or what tells it from (dtype of the weight, dtype of its average) of everything that is averaged.
-Rule = EngineRule | Callable[[list[tuple[torch.dtype, torch.dtype]]], EngineRule]
+ChosenRule = Rule | Callable[[list[tuple[torch.dtype, torch.dtype]]], Rule]
 
 
 def everything(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
@@ -30,7 +27,7 @@ def everything(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
 
 def everything_saved(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
     """What state_dict() has is averaged."""
-    return "leave" if kind == "temporary" else "average"
+    return "leave" if kind == "table" else "average"
 
 
 _ANEW = "Make the average anew after the model has its final form"
@@ -41,67 +38,47 @@ class _MissingError(RuntimeError, KeyError):
 
 
 class AveragedCopy:
-    """Keeps ``module``, of the model's structure and sharding, at the averages. Names are matched without what wrappers
-    put into them. Replaced or moved tensors of either model, and another ``module``, are found at the next update, and
-    paired again. ``rule``: as in GivenMemory, or a function that returns it; ``options``: as in GivenMemory.
-    ``choose``: whether a tensor is averaged, copied at each update, or left alone; integers are copied where others are
-    averaged.
+    """Keeps a second module, of the model's structure and sharding, at the averages. Names are matched without what
+    wrappers put into them. ``rule``: as in GivenMemory, or a function that returns it; ``options``: as in GivenMemory.
+    ``choose``: the fate of each tensor; integers are copied where others are averaged.
     """
 
     _pairs: GivenMemory
-    _model: nn.Module | None = None
+    _paired: tuple[nn.Module, nn.Module] | None = None
 
-    def __init__(self, module: nn.Module, rule: Rule, choose: Choose = everything_saved, **options: Any) -> None:
-        self.module = module  # may be replaced by another one of the same form
+    def __init__(self, rule: ChosenRule, choose: Choose = everything_saved, **options: Any) -> None:
         self._rule, self._choose, self._options = rule, choose, options
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, or in a pickle: nothing is paired yet."""
-        return {"module": self.module, "_rule": self._rule, "_choose": self._choose, "_options": self._options}
+        return {"_rule": self._rule, "_choose": self._choose, "_options": self._options}
 
     def again(self, choose: Choose) -> AveragedCopy:
         """The same, but for what is averaged."""
-        return type(self)(self.module, self._rule, choose, **self._options)
+        return type(self)(self._rule, choose, **self._options)
 
     def held(self) -> int:
-        return self._pairs.held() if self._model is not None else 0
+        return self._pairs.held() if self._paired is not None else 0
 
-    def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        """One update by the rule, with the caller's factors; what is not averaged is copied. Raises ValueError and
-        RuntimeError, before anything changes, where the models differ in names or shapes."""
-        self.bind(model).update(decay, weight)
-
-    def apply(self, model: nn.Module, change: Change) -> None:
-        """update() by other arithmetic."""
-        self.bind(model).apply(change)
-
-    def copy(self, model: nn.Module) -> None:
-        """Everything that is averaged or copied becomes the model's."""
-        self.bind(model).copy()
-
-    def bind(self, model: nn.Module) -> GivenMemory:
-        """Returns the averages beside the weights of ``model``, paired anew unless everything is where it was. Raises
-        where the models differ."""
-        if self._model is not None and self.module is not self._followed:
-            self._model = None
-        if model is not self._model or not self._unchanged():
-            self._pair(model)
+    def bind(self, module: nn.Module, model: nn.Module) -> GivenMemory:
+        """Returns the averages in ``module`` beside the weights of ``model``, paired anew where one of them is another
+        one, or tensors of either have been replaced or moved. Raises ValueError and RuntimeError where they differ in
+        names or shapes."""
+        if self._paired != (module, model) or not self._unchanged():
+            self._paired = None  # nothing is known until all is
+            self._pair(module, model)
+            self._paired = module, model
         return self._pairs
 
     def _unchanged(self) -> bool:
-        return (
-            self._ours.unchanged_at_rest()
-            and self._theirs.unchanged_at_rest()
-            and all(
-                slot.owner.get(slot.key) is slot.recorded and slot.recorded.data_ptr() == address
-                for slot, address in self._watched
-            )
+        return (self._ours.unchanged_at_rest() and self._theirs.unchanged_at_rest()) and all(
+            slot.owner.get(slot.key) is slot.recorded and slot.recorded.data_ptr() == address
+            for slot, address in self._watched
         )
 
-    def _pair(self, model: nn.Module) -> None:
-        self._model = None  # nothing is known until all is
-        ours = find(self.module)
-        inner, weights = _unwrapped(model, ours)
+    def _pair(self, module: nn.Module, model: nn.Module) -> None:
+        ours = find(module)
+        weights = _unwrapped(model, ours)
         ours.reshard()
         weights.reshard()
         self._look(weights)
@@ -110,27 +87,26 @@ class AveragedCopy:
         _refuse(compare({local.name: local.region for local in ours.parameters}, regions))
         self._watched: list[tuple[Slot, int]] = []  # places of buffers in both modules, and addresses
         rows = [
-            AveragedTensor(local.name, known[local.name].tensor, local.tensor, copied=fate == "copy")
+            AveragedTensor(local.name, known[local.name].tensor, local.tensor, fate=fate)
             for local in ours.parameters
             if (fate := self._choose(local.name, known[local.name].tensor, "parameter")) != "leave"
         ]
-        rows += self._found_buffers(inner)
-        floating = [row for row in rows if row.average.is_floating_point() and not row.copied]
+        rows += self._found_buffers(module, weights.model)
+        floating = [row for row in rows if row.average.is_floating_point() and row.fate == "average"]
         dtypes = [(row.source.dtype, row.average.dtype) for row in floating]
         rule = self._rule if isinstance(self._rule, str) else self._rule(dtypes)
         self._pairs = GivenMemory(rows, rule, **self._options)
-        self._ours, self._theirs, self._model, self._followed = ours, weights, model, self.module
+        self._ours, self._theirs = ours, weights
 
     def _look(self, weights: ModelView) -> None:
         """Looks at the model before its tensors are chosen."""
 
-    def _found_buffers(self, model: nn.Module) -> Iterator[AveragedTensor]:
+    def _found_buffers(self, module: nn.Module, model: nn.Module) -> Iterator[AveragedTensor]:
         weights = {slot.name: slot for slot in slots(model, "buffer", "table")}
         seen: set[int] = set()
-        for slot in slots(self.module, "buffer", "table"):
+        for slot in slots(module, "buffer", "table"):
             buffer = slot.recorded
-            kind: Kind = "temporary" if slot.kind == "table" else "buffer"
-            fate = "leave" if id(buffer) in seen else self._choose(slot.name, buffer, kind)
+            fate = "leave" if id(buffer) in seen else self._choose(slot.name, buffer, slot.kind)
             if fate == "leave":
                 continue
             seen.add(id(buffer))
@@ -139,10 +115,10 @@ class AveragedCopy:
             _refuse(compare({slot.name: tuple(buffer.shape)}, shapes))
             assert other is not None  # what is missing was refused
             self._watched += [(place, place.recorded.data_ptr()) for place in (other, slot)]
-            yield AveragedTensor(slot.name, other.recorded, buffer, copied=fate == "copy")
+            yield AveragedTensor(slot.name, other.recorded, buffer, fate=fate)
 
 
-def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]:
+def _unwrapped(model: nn.Module, ours: ModelView) -> ModelView:
     """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for
     it.
     """
@@ -150,7 +126,7 @@ def _unwrapped(model: nn.Module, ours: ModelView) -> tuple[nn.Module, ModelView]
     names = {local.name for local in ours.parameters}
     if isinstance(inner, nn.Module) and names and names.isdisjoint(local.name for local in weights.parameters):
         return _unwrapped(inner, ours)
-    return model, weights
+    return weights
 
 
 def _refuse(fit: Fit[Any]) -> None:
@@ -167,19 +143,13 @@ class TrainedCopy(AveragedCopy):
     _flags: list[bool]
     _warned = False
 
-    def __init__(self, module: nn.Module, keeps: bool) -> None:
-        super().__init__(module, "mul_add", self._fate)
+    def __init__(self, keeps: bool) -> None:
+        super().__init__("mul_add", self._fate)
         self._keeps = keeps
         self.names: dict[str, None] = {}  # of what is averaged, in the model's order
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_keeps": self._keeps, "_warned": self._warned, "names": self.names}
-
-    def begin(self, model: nn.Module) -> None:
-        """Everything that both models save becomes the model's: frozen weights and buffers too."""
-        AveragedCopy(
-            self.module, "mul_add", lambda name, tensor, kind: "leave" if kind == "temporary" else "copy"
-        ).copy(model)
 
     def _unchanged(self) -> bool:
         return [parameter.requires_grad for parameter in self._parameters] == self._flags and super()._unchanged()
@@ -195,8 +165,8 @@ class TrainedCopy(AveragedCopy):
             return "average" if name in self._trained else "leave"
         return "copy" if kind == "buffer" else "leave"
 
-    def _pair(self, model: nn.Module) -> None:
-        super()._pair(model)
+    def _pair(self, module: nn.Module, model: nn.Module) -> None:
+        super()._pair(module, model)
         self.names = self._trained
         averages = (local.tensor for local in self._ours.parameters if local.name in self.names)
         way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"

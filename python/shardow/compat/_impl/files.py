@@ -1,29 +1,16 @@
 """What the origins write: files of torch.save(), read without running what is in them, and directories; each is there
 whole or not at all, made under another name and published by one rename.
-
-torch.save() wants everything at once. Its files are plain zip archives (docs.pytorch.org, "Serialization semantics":
-data.pkl with the structure, data/0, data/1, ... with the storages in the order of their first use), so write_gathered()
-holds one tensor at a time:
-
-1. rank 0 has torch pickle the structure of a template without data
-2. tensor by tensor, rank 0 receives the whole and writes the next record, aligned to 64 bytes as torch does, for
-   mapping
-3. the file is synced and renamed
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import struct
-import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -31,29 +18,22 @@ from shardow import errors
 from shardow.base.checks import first_of, invalid
 from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
-from shardow.distributed.transfers import empty
 from shardow.model.parts import Held
 
 
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """To be written: at ``path``, and on the disk, when the block has ended. Where it raises, what was there stays."""
+def write(content: Any, path: str | Path) -> None:
+    """torch.save(); what was at ``path`` stays until the new file is on the disk."""
+    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            yield file
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def write(content: Any, path: str | Path) -> None:
-    """torch.save(); what was at ``path`` stays until the new file is on the disk."""
-    with new_file(Path(path)) as file:
-        torch.save(content, file)
 
 
 def read(path: str | Path) -> Any:
@@ -72,71 +52,39 @@ def read(path: str | Path) -> Any:
         raise errors.make("corrupt", f"{path} is not a whole file of tensors by torch.save(): {error}") from error
 
 
-_ALIGN = 64
-_ZIP64_FIELD = 20  # bytes that zipfile adds to a large record's header
-_PADDING = 0x4246  # id of a header field that readers skip; torch's own files have it
-
-
 def write_gathered(what: str, path: Path, held: Held, ranks: RankGroup, dtype: torch.dtype | None = None) -> None:
     """The tensors of which ``held.parts`` are this rank's, each under all its names, into ``path``; floating ones as
     ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
-    failed: list[Exception] = []
     stream = Gatherer(what, held.parts, ranks).stream()
-    try:
-        if ranks.rank == 0:
-            _write_archive(path, held, dtype, stream)
-    except Exception as error:
-        failed.append(error)
-    for _ in stream:  # to the end in any case: the others send
-        pass
 
-    def finish() -> None:
-        if failed:
-            raise failed[0]
+    def write_all() -> None:
+        try:
+            if ranks.rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as place:
+                    write(_mapped(stream, held.names, Path(place), dtype), path)
+        finally:
+            for _ in stream:  # to the end in any case: the others send
+                pass
 
-    ranks.agree(what, finish)
-
-
-def _write_archive(
-    path: Path, held: Held, dtype: torch.dtype | None, stream: Iterator[tuple[str, torch.Tensor | None]]
-) -> None:
-    """A new file of the whole tensors of ``stream``, which come in the order of ``held.parts``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    template: dict[str, torch.Tensor] = {}
-    for part in held.parts:
-        kept = part.flat.dtype
-        # Nothing touches this memory.
-        like = empty(part.region.shape, dtype if dtype and kept.is_floating_point else kept)
-        template.update(dict.fromkeys(held.names[part.name], like))
-    structure = _structure(template, path.parent)
-    with new_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("archive/data.pkl", structure)
-        archive.writestr("archive/byteorder", sys.byteorder)
-        for number, (_, tensor) in enumerate(stream):
-            assert tensor is not None  # on rank 0
-            _add(archive, number, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
-        archive.writestr("archive/version", "3\n")
+    ranks.agree(what, write_all)
 
 
-def _add(archive: zipfile.ZipFile, number: int, tensor: torch.Tensor) -> None:
-    info = zipfile.ZipInfo(f"archive/data/{number}")
-    info.file_size = tensor.nbytes
-    field = _ZIP64_FIELD if tensor.nbytes * 1.05 > zipfile.ZIP64_LIMIT else 0  # where zipfile decides so
-    assert archive.fp is not None
-    padding = -(archive.fp.tell() + 30 + len(info.filename) + 4 + field) % _ALIGN
-    info.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
-    with archive.open(info, "w") as record:
-        record.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _structure(template: Mapping[str, torch.Tensor], directory: Path) -> bytes:
-    """What torch.save() writes beside the data; in the file that it makes for that the data are holes."""
-    with tempfile.TemporaryDirectory(dir=directory) as place:
-        skeleton = Path(place) / "archive.pt"
-        with torch.serialization.skip_data():
-            torch.save(dict(template), skeleton)
-        with zipfile.ZipFile(skeleton) as archive:
-            return archive.read("archive/data.pkl")
+def _mapped(
+    stream: Iterator[tuple[str, torch.Tensor | None]], names: Mapping[str, tuple[str, ...]], place: Path,
+    dtype: torch.dtype | None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The whole tensors of ``stream``, each mapped from a file in ``place``, since torch.save() wants all at once."""
+    tensors: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(stream):
+        assert tensor is not None  # on rank 0
+        tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        if tensor.numel():
+            file = str(place / str(number))
+            tensor.contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
+            tensor = torch.from_file(file, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        tensors.update(dict.fromkeys(names[name], tensor))
+    return tensors
 
 
 # ---- directories
@@ -147,14 +95,17 @@ _OWN = re.compile(
 ).fullmatch
 
 
-def publish(what: str, directory: Path, partial: Path, ranks: RankGroup, fill: Callable[[Path], None]) -> None:
+def publish(what: str, directory: Path, ranks: RankGroup, fill: Callable[[Path], None]) -> None:
     """``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes
     ``directory``. Collective. Whatever fails on one rank is an error on all, and leaves nothing behind. A directory
-    that was there is replaced, or refused where it has what such saves do not write: that would be lost."""
-    ranks.agree(what, lambda: _make(partial, directory) if ranks.rank == 0 else None)
+    that was there is replaced, or refused where it has what such saves do not write: that would be lost.
+
+    ``partial`` lies beside the directory's parent, which is not searched for checkpoints; inside, where another file
+    system begins there."""
+    partial = Path(os.fsdecode(ranks.on_first(what, lambda: os.fsencode(_make_partial(directory.resolve())))))
     try:
         fill(partial)
-        ranks.agree(what, lambda: _rename(partial, directory) if ranks.rank == 0 else None)
+        ranks.agree(what, lambda: _rename(partial, directory.resolve()) if ranks.rank == 0 else None)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -169,19 +120,24 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def _make(partial: Path, directory: Path) -> None:
+def _make_partial(directory: Path) -> Path:
     entries = os.scandir(directory) if directory.is_dir() else ()
     if others := [entry.name for entry in entries if not (entry.is_file(follow_symlinks=False) and _OWN(entry.name))]:
         way_out = "save to another one, or move it"
         raise invalid(f"{directory} would be replaced, and has {first_of(others)}, which no such save wrote; {way_out}")
+    parent = directory.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    partial = parent / f".{directory.name}.partial"
+    if parent.stat().st_dev == parent.parent.stat().st_dev and os.access(parent.parent, os.W_OK):
+        partial = parent.parent / f".{parent.name}-{directory.name}.partial"
     if partial.exists():  # of a run that was killed
         shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    partial.mkdir()
+    return partial
 
 
 def _rename(partial: Path, directory: Path) -> None:
     sync_directory(partial)
-    directory.parent.mkdir(parents=True, exist_ok=True)
     replaced = partial.with_name(partial.name + ".replaced")
     if directory.exists():
         shutil.rmtree(replaced, ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,10 @@ from shardow.base.checks import warn
 from shardow.model import storage
 
 Tensors = list[torch.Tensor]
+Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that state_dict() has not
+#: What an update does to a tensor. What is held follows a copy() of everything alone; what is left has no place in it.
+Fate = Literal["average", "copy", "hold", "leave"]
+Choose = Callable[[str, torch.Tensor, Kind], Fate]
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
@@ -26,13 +31,13 @@ _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 class AveragedTensor:
     """Two tensors of one shape: the average and its source; parts of the same global tensor where they are DTensors.
     ``region``: their part of a global tensor, by whose elements stochastic rounding draws, so that it is the same under
-    any division; None: all of one. ``copied``: each update copies it, though it is floating."""
+    any division; None: all of one."""
 
     name: str
     source: torch.Tensor
     average: torch.Tensor
     region: _core.Region | None = None
-    copied: bool = False
+    fate: Fate = "average"
 
 
 class GivenMemory:
@@ -57,7 +62,9 @@ class GivenMemory:
             source, average = row.source, row.average
             self.sources.append(source)
             self._averages.append(average)
-            if row.copied or not (average.is_floating_point() or average.is_complex()):
+            if row.fate == "hold":
+                continue
+            if row.fate == "copy" or not (average.is_floating_point() or average.is_complex()):
                 self._copied.append(at)
                 continue
             self._averaged.append(at)
@@ -85,7 +92,7 @@ class GivenMemory:
         average. ``step``, more than at the last update, draws the noise; None: one more. Averages on the host are whole
         when it returns, since anybody may look at them.
         """
-        self._stage()
+        copy_all([*self._staged.values()], [_memory(self.sources[at]) for at in self._staged])
         held = 0
         for engine, streams in self._engines:
             streams.follow(engine)
@@ -117,9 +124,6 @@ class GivenMemory:
     def held(self) -> int:
         """Returns how many elements were kept because their source was NaN or Inf, since construction."""
         return sum(engine.stats()["held_nonfinite"] for engine, _ in self._engines)
-
-    def _stage(self) -> None:
-        copy_all([*self._staged.values()], [_memory(self.sources[at]) for at in self._staged])
 
     def _copy(self, places: Sequence[int]) -> None:
         copy_all([self._averages[at] for at in places], [_memory(self.sources[at]) for at in places])

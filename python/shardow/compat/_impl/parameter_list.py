@@ -65,12 +65,12 @@ class ParameterList:
         check(shadows, parameters)
         self._trained = list(map(_requires_grad, parameters))
         rows = [
-            AveragedTensor(f"parameter {i}", p, e, copied=self._copy_frozen and not trained)
+            AveragedTensor(f"parameter {i}", p, e, fate="copy" if self._copy_frozen and not trained else "average")
             for i, (e, p, trained) in enumerate(zip(shadows, parameters, self._trained, strict=True))
         ]
         if not self._warned:
             self._warned = True
-            averages = [row.average for row in rows if not row.copied]
+            averages = [row.average for row in rows if row.fate == "average"]
             warn_of_rounding(averages, "Keep them in float32: to(dtype=torch.float32)")
         bound = GivenMemory(rows, self._rule)
         self._sharded = any(map(_is_sharded, parameters))

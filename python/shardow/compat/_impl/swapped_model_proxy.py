@@ -1,38 +1,41 @@
 """SwappedModelProxy: looks like an averaged second model where none can be had: the first model, with an EMA's averages
-in it while it is called. And the ranks that act together, for classes whose upstreams have no word for them.
+in it while it is called. And the ranks that act together, for classes whose upstreams have no word for them, and how a
+state fills averages once all ranks have compared them.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
+from shardow import errors
+from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, one_of, unsupported
-from shardow.compat._impl.averaged_copy import Change, Choose, Fate, Kind, Rule
-from shardow.compat._impl.filling import load_averages
-from shardow.compat._impl.given_memory import copy_all
+from shardow.compat._impl.averaged_copy import AveragedCopy, Change, ChosenRule, everything_saved
+from shardow.compat._impl.given_memory import Choose, Fate, Kind, copy_all, warn_of_rounding
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.ema import EMA, model_averages
 from shardow.model.groups import group_of_model
 from shardow.model.local import LocalTensor
+from shardow.model.match import Fit, Form, compare, fit
 from shardow.model.modules import modes_kept
+from shardow.model.names import clean_file_key, refuse_scripted
 from shardow.model.owners import has_fsdp
+from shardow.model.parts import Held
+from shardow.model.piece import Piece
 from shardow.model.view import find
-
-
-def needed(model: nn.Module, replicas: Replicas) -> bool:
-    """True where no second model can be had: FSDP's cannot be copied; ``replicas="split"`` asks for parts on each
-    rank."""
-    return replicas == "split" or has_fsdp(model)
+from shardow.start.materialize import Request
 
 
 class SwappedModelProxy(nn.Module):
@@ -65,23 +68,20 @@ class SwappedModelProxy(nn.Module):
             self._model.train(self.training)
             return method(*args, **kwargs)
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        state = OrderedDict() if destination is None else destination
-        state.update({prefix + name: tensor for name, tensor in self._entries()})
-        return state
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: tensor for name, tensor in self._entries().items()})
 
-    def _entries(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _entries(self) -> dict[str, torch.Tensor]:
         averages = self.core.averages()
-        yield from averages.items()
-        others = (buffer for buffer in self.core.view.buffers if buffer.name not in averages)
-        yield from ((buffer.name, buffer.tensor.view(buffer.region.shape)) for buffer in others)
+        others = [buffer for buffer in self.core.view.buffers if buffer.name not in averages]
+        return {**averages, **{buffer.name: buffer.tensor.view(buffer.region.shape) for buffer in others}}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         _, _, missing, unexpected, _ = args  # as torch passes them
         values = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
         names = self.core.averages()
         missing += [prefix + name for name in names if name not in values]
-        unexpected += [prefix + name for name in values if name not in dict(self._entries())]
+        unexpected += [prefix + name for name in values if name not in self._entries()]
         load_averages(self.core, {name: value for name, value in values.items() if name in names}, strict=False)
 
     def named_parameters(
@@ -108,14 +108,14 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def proxy_for(
-    model: nn.Module, rule: Rule, choose: Choose, *, device: Any = None, dtype: torch.dtype | None = None,
+    model: nn.Module, rule: ChosenRule, choose: Choose, *, device: Any = None, dtype: torch.dtype | None = None,
     replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
 ) -> SwappedModelProxy | None:  # fmt: skip
-    """Returns None where a second model can be had. Else averages of everything floating that ``model`` saves, whatever
-    ``choose`` will make of it; they are float32 (float64 of such weights, ``dtype`` if given; 16-bit ones only where
-    they are rounded stochastically). Buffers that are not saved are the model's own. Collective over the ranks that
-    share the model."""
-    if not needed(model, one_of("replicas", replicas, ("copy", "split"))):
+    """Returns None where a second model can be had: FSDP's cannot be copied; ``replicas="split"`` asks for parts on
+    each rank. Else averages of everything floating that ``model`` saves, whatever ``choose`` will make of it; they are
+    float32 (float64 of such weights, ``dtype`` if given; 16-bit ones only where they are rounded stochastically).
+    Buffers that are not saved are the model's own. Collective over the ranks that share the model."""
+    if one_of("replicas", replicas, ("copy", "split")) != "split" and not has_fsdp(model):
         return None
     view = find(model, odd=True)
     weights = [local.tensor.dtype for local in view.parameters if _is_averaged(choose, local, "parameter")]
@@ -149,70 +149,65 @@ def _dtype_of(weights: list[torch.dtype], wanted: torch.dtype | None, stochastic
 
 
 class AveragesOfProxy:
-    """``module``: a proxy, whose averages follow its model by their own rule and rounding. As AveragedCopy."""
+    """The averages of a proxy follow its model by their own rule and rounding. As AveragedCopy."""
 
-    def __init__(self, proxy: SwappedModelProxy, choose: Choose) -> None:
-        self.module: Any = proxy
-        self._choose, self._seen = choose, proxy.core.view.model
+    _averages: Averages
+    _seen: nn.Module | None = None
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_rows"}
+        return {"_choose": self._choose}
 
     @functools.cached_property
     def _rows(self) -> dict[Fate, list[Tracked]]:
-        rows: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "leave": []}
-        for row, fate in fates(self.module.core, self._choose):
-            rows[fate].append(row)
+        rows: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "hold": []}
+        buffers = {local.name for local in self._averages.view.buffers}
+        for row in self._averages.tracked:
+            kind: Kind = "buffer" if row.name in buffers else "parameter"
+            rows[self._choose(row.name, row.local.tensor, kind)].append(row)
         return rows
 
     @torch.no_grad()
-    def update(self, model: nn.Module, decay: float, weight: float) -> None:
-        averages = self._averages_of(model)
-        averages.wait()
-        left = [row.averages[0].clone() for row in self._rows["leave"]]  # the engine averages all, in one pass
-        averages.update_by(decay, weight)
-        if left:
-            averages.wait()
-            copy_all([row.averages[0] for row in self._rows["leave"]], left)
+    def update(self, decay: float, weight: float) -> None:
+        self._averages.wait()
+        held = [row.averages[0].clone() for row in self._rows["hold"]]  # the engine averages all, in one pass
+        self._averages.update_by(decay, weight)
+        if held:
+            self._averages.wait()
+            copy_all([row.averages[0] for row in self._rows["hold"]], held)
         self._change(copy_all, "copy")
 
     @torch.no_grad()
-    def apply(self, model: nn.Module, change: Change) -> None:
-        self._averages_of(model).ready_to_update()
+    def apply(self, change: Change) -> None:
+        self._averages.ready_to_update()
         self._change(change, "average")
         self._change(copy_all, "copy")
 
     @torch.no_grad()
-    def copy(self, model: nn.Module) -> None:
+    def copy(self) -> None:
         """All averages become the model's, whatever their fate."""
-        self._averages_of(model).update_by(0.0, 1.0)
+        self._averages.update_by(0.0, 1.0)
         self._change(copy_all, "copy")
 
     def _change(self, change: Change, fate: Fate) -> None:
         if rows := self._rows[fate]:
-            self.module.core.wait()
+            self._averages.wait()
             averages = [row.averages[0] for row in rows]
             weights = [row.sources().to(average.device) for row, average in zip(rows, averages, strict=True)]
             change(averages, weights)
 
-    def _averages_of(self, model: nn.Module) -> Averages:
-        averages: Averages = self.module.core
+    def bind(self, module: Any, model: nn.Module) -> AveragesOfProxy:
+        """``module``: the proxy. Raises where ``model`` is not the one that its averages are of."""
+        self._averages = module.core
         if model is not self._seen:
-            if [*map(id, model.parameters())] != [*map(id, averages.view.model.parameters())]:
+            if [*map(id, model.parameters())] != [*map(id, self._averages.view.model.parameters())]:
+                made = "those of a sharded model follow the one they were made of, and this is another"
                 way_out = "make them anew after the model has its final form"
-                raise invalid(
-                    f"averages of a sharded model follow the one they were made of, and this is another; {way_out}",
-                    RuntimeError,
-                )
+                raise invalid(f"these averages are another model's; {made}; {way_out}", RuntimeError)
             self._seen = model
-        return averages
-
-
-def fates(averages: Averages, choose: Choose) -> Iterator[tuple[Tracked, Fate]]:
-    buffers = {local.name for local in averages.view.buffers}
-    for row in averages.tracked:
-        kind: Kind = "buffer" if row.name in buffers else "parameter"
-        yield row, choose(row.name, row.local.tensor, kind)
+        return self
 
 
 def ranks_of(module: nn.Module) -> RankGroup:
@@ -240,3 +235,144 @@ def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | 
     ranks = all_ranks(process_group)
     ranks.step(f"{what}(...)", lambda: Step(None, [equal_facts(f"{what}(...)", facts, ranks), ranks.join(what)]))
     return ranks
+
+
+@torch.no_grad()
+def fill(
+    what: str, ranks: RankGroup, look: Callable[[], Held], state: Mapping[str, Any],
+    refuse: Callable[[Fit[Form | None]], None],
+) -> Fit[Form | None]:  # fmt: skip
+    """Fills what ``look()`` finds here with a state's whole tensors, or the same parts. ``refuse()`` raises where the
+    comparison does not suit: on every rank, before anything changes. Collective."""
+
+    def check() -> tuple[Held, list[_state.Copy], Fit[Form | None]]:
+        held = look()
+        found = fit(held, state, "the state")
+        copies = _state.copies_of(held.parts, state, found)
+        refuse(found)
+        return held, copies, found
+
+    held, copies, found = ranks.agree(what, check)
+    for copy in copies:
+        copy()
+    held.put_back()
+    return found
+
+
+@torch.no_grad()
+def load_averages(
+    core: Averages, averages: Mapping[str, Any], strict: bool = True, others: Iterable[LocalTensor] = ()
+) -> None:
+    """Takes pieces of the same sharding, DTensors, or full tensors, under any names of theirs. Names of ``others``, and
+    unless ``strict`` all other names, are passed over, and what is missing stays; counters stay too. Collective."""
+    what = "load_state_dict()"
+
+    def look() -> Held:
+        core.swap.refuse(what)
+        held = core.held()
+        held.others = [name for local in others for name in (local.name, *local.aliases)]
+        return held
+
+    def refuse(found: Fit[Any]) -> None:
+        (found if strict else found.only_different()).refuse(what, "the state", hint=_state.HINT)
+
+    fill(what, core.ranks, look, averages, refuse)
+
+
+Follower = AveragedCopy | AveragesOfProxy
+
+
+def follow(
+    model: nn.Module, rule: ChosenRule, choose: Choose = everything_saved, *, device: Any = None,
+    dtype: torch.dtype | None = None, replicas: Replicas = "copy", **rounding: Any,
+) -> tuple[nn.Module, Follower]:  # fmt: skip
+    """Returns a copy of ``model`` and what keeps it at the averages; a proxy where no copy can be had, or
+    ``replicas="split"``: ranks with the same weights keep a part each. That is chosen once, collective then. ``rule``,
+    ``choose``: as in AveragedCopy. ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16
+    bits, as in GivenMemory."""
+    refuse_scripted(model.named_modules())
+    proxy = proxy_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
+    if proxy is not None:
+        return proxy, AveragesOfProxy(choose)
+    module = copy.deepcopy(model)
+    if device is not None or dtype is not None:
+        module.to(device=device, dtype=dtype)
+    if not rounding.get("stochastic"):
+        way_out = "Average a float32 copy, or use ModelEmaV3 with dtype=torch.float32 or stochastic rounding"
+        warn_of_rounding(module.parameters(), way_out)
+    return module, AveragedCopy(rule, choose, **rounding)
+
+
+class Averaged(nn.Module):
+    """Base of modules that are called as the average at ``module``: its averages have the keys ``module.*``."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, follower: Follower) -> None:
+        super().__init__()
+        self.module, self._follower = module, follower
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and
+        {} elsewhere.
+        """
+        own = {name: tensor.detach().cpu().clone() for name, tensor in self.named_buffers(recurse=False)}
+        averages = {f"module.{name}": tensor for name, tensor in whole_averages(self.module).items()}
+        return {**own, **averages} if averages else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As in torch. Of sharded averages: pieces as from state_dict(), or whole tensors, under the names of any
+        wrapping; everything is checked on every rank first. Collective then."""
+        if not isinstance(self.module, SwappedModelProxy):
+            refuse_unfit(self.state_dict(), state_dict, strict)
+            return super().load_state_dict(state_dict, strict, assign)
+        own = dict(self.named_buffers(recurse=False))
+        counters = {name: value for name, value in state_dict.items() if name in own}
+        self.module.core.ranks.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
+        averages = {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own}
+        load(self.module, averages, strict)
+        for name, buffer in own.items():
+            buffer.copy_(counters.get(name, buffer))
+        return _IncompatibleKeys([], [])
+
+
+def refuse_unfit(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
+    """Raises RuntimeError where torch would, but before anything changes."""
+    fit = compare(_shapes(own), _shapes(state))
+    (fit if strict else fit.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    return {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in state.items()}
+
+
+def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
+    """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and
+    there. Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name
+    is missing or unknown; where no name fits, always. Collective where ranks share the module, which then may be
+    sharded. ``what`` is for messages."""
+    own, proxy = {clean_file_key(name) for name in module.state_dict()}, isinstance(module, SwappedModelProxy)
+    fitting = [name for name in state if clean_file_key(name) in own]
+
+    def check() -> None:
+        if own and not fitting:
+            some = f"there '{next(iter(state), '')}', here '{min(own)}'"
+            raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
+        for name in fitting if not proxy else ():  # a proxy takes the parts that this rank has
+            value = state[name]
+            if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
+                way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
+                raise invalid(f"'{name}' is one rank's piece, and nothing was loaded; {way_out}", RuntimeError)
+
+    ranks_of(module).agree(what, check)
+    try:
+        if isinstance(module, SwappedModelProxy):
+            view = module.core.view  # what is not averaged is the model's own, and stays
+            load_averages(module.core, state, strict, [*view.parameters, *view.buffers])
+        else:
+            Request(what, module, state, strict=strict).run()
+    except errors.InvalidArgumentError as error:
+        raise invalid(str(error), RuntimeError) from None

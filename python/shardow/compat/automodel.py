@@ -1,6 +1,7 @@
 """NVIDIA-NeMo/Automodel's averages (components/training/ema.py) and the reader of its YAML section, on shardow.EMA and
 on a second model. Both average by e.mul_(d).add_(p, alpha=1-d); in float32 that is the origin's result bit for bit.
-Names are the unwrapped model's.
+Names are the unwrapped model's. A checkpoint is a directory of torch.distributed.checkpoint: {"<name>": tensor},
+sharded, and beside it the decay and the number of updates.
 """
 
 from __future__ import annotations
@@ -8,34 +9,208 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from shardow import errors
+from shardow import _core, errors
 from shardow.averages.options import Replicas
-from shardow.base.checks import invalid
-from shardow.compat._impl.averaged_copy import TrainedCopy
-from shardow.compat._impl.filling import load_averages
-from shardow.compat._impl.swapped_model_proxy import all_ranks, joined, ranks_of, refuse_copies
-from shardow.compat.automodel.managed import Managed, Unmatched, checked_decay, look, weights_of
-from shardow.distributed.rank_group import Step, equal_updates
+from shardow.base.checks import invalid, warn
+from shardow.compat._impl import files
+from shardow.compat._impl.averaged_copy import AveragedCopy, TrainedCopy
+from shardow.compat._impl.swapped_model_proxy import all_ranks, fill, joined, load_averages, ranks_of, refuse_copies
+from shardow.distributed.rank_group import RankGroup, Step, equal_updates
 from shardow.ema import EMA, model_averages
-from shardow.files import engine
 from shardow.files.checkpoint import save as save_file
+from shardow.model.dtensor import sharded_like
+from shardow.model.dtypes import floating
 from shardow.model.groups import group_of_model
-from shardow.model.match import compare
-from shardow.model.parts import Held, held_by
+from shardow.model.match import Fit, Form, compare, fit
+from shardow.model.names import clean_file_key
+from shardow.model.parts import Held, Saveable, held_by
+from shardow.model.piece import Piece
 from shardow.model.view import ModelView, find
 
 __all__ = ["EMAManager", "ShardedModelEMAManager", "Unmatched", "build_ema"]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_DECAY, _UPDATES = "shardow.decay", "shardow.updates"
+
+
+class Unmatched(NamedTuple):
+    """As torch's load_state_dict() returns it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Managed(ABC):
+    """``decay`` may be changed between updates. ``updates``: how many there have been; save() keeps both beside the
+    averages.
+    """
+
+    use_distributed_checkpointing = True
+    decay: float
+    updates = 0
+    _ranks: RankGroup
+    _refusal: type[Exception]  # what the origin raises for names that don't match
+
+    @abstractmethod
+    def _names(self) -> Mapping[str, object]:
+        """Of what is averaged."""
+
+    @abstractmethod
+    def _live(self) -> dict[str, torch.Tensor]:
+        """Everything that state_dict() has, in its own memory."""
+
+    @abstractmethod
+    def _held(self) -> Held:
+        """The same as this rank's memory, each tensor once."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """The averages become the weights."""
+
+    @abstractmethod
+    def _saveable(self) -> Saveable:
+        """The averaged model, as files take it."""
+
+    def _complete(self) -> Held:
+        """Everything that an averaged model saves."""
+        return self._held()
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def __contains__(self, name: str) -> bool:
+        names = self._names()
+        return name in names or clean_file_key(name) in names
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Unmatched:
+        """Full tensors, DTensors or pieces of the same sharding, of any floating dtype. Collective where ranks share
+        the model.
+
+        Everything is checked on every rank first. Names that don't match raise; without ``strict`` they are returned,
+        with a warning.
+
+        Raises:
+            KeyError (EMAManager), RuntimeError (ShardedModelEMAManager): names. RuntimeError: the rest. All are
+            ValueErrors.
+        """
+
+        what = f"{type(self).__name__}.load_state_dict()"
+
+        def refuse(fit: Fit[Form | None]) -> None:
+            if strict:
+                names = replace(fit, different=[], elsewhere=[])
+                names.refuse(what, "the state", self._refusal, hint="strict=False leaves these as they are")
+            fit.only_different().refuse(what, "the state", RuntimeError)
+
+        return _unmatched(fill(what, self._ranks, self._held, state, refuse), "the state")
+
+    def save(self, directory: str | Path) -> None:
+        """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads
+        it. Collective. It is published by one rename, and torch's cache of save plans, which other objects' saves may
+        use, is left alone.
+        """
+        entries = {**self._together("save()", self._live), **_counters(self.decay, self.updates)}
+
+        def write(partial: Path) -> None:
+            with _quiet_alone():
+                dcp_save(entries, checkpoint_id=str(partial), process_group=self._ranks.process_group)
+
+        files.publish("save()", Path(directory), self._ranks, write)
+
+    @torch.no_grad()
+    def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
+        """What save() or the origin's Checkpointer wrote, at any world size. Collective. Everything is checked first.
+
+        ``missing``: where the directory or some averages are not there, as when averaging is turned on in the middle of
+        a training: "error", or "init": they begin as the weights are now. The decay stays what it is; another one there
+        is warned of.
+        """
+        if missing not in ("error", "init"):
+            begin = "averages that are not in the checkpoint begin as the weights are now"
+            raise invalid(f"missing={missing!r}; 'error', or 'init': {begin}")
+        found, counters = self._ranks.agree("load()", lambda: self._compared(Path(directory), missing))
+        if found.missing:
+            self._begin()
+        live = self._live()
+        entries = {**{key: live[name] for name, key in found.keys.items()}, **counters}
+        if entries:
+            with _quiet_alone():
+                dcp_load(entries, checkpoint_id=str(directory), process_group=self._ranks.process_group)
+        self._held().put_back()
+        self.updates = int(counters.get(_UPDATES, 0))
+        decay = float(counters.get(_DECAY, self.decay))
+        if decay != self.decay:
+            warn(f"{directory} was averaged with decay {decay}; it goes on with {self.decay}")
+        return _unmatched(found, str(directory))
+
+    def _compared(self, directory: Path, missing: str) -> tuple[Fit[Form | None], dict[str, torch.Tensor]]:
+        """Returns how the directory fits, and room for the counters that it has. Changes nothing."""
+        stored, way_out = {}, "load(..., missing='init') begins them as the weights are now"
+        if (directory / ".metadata").exists():
+            stored = FileSystemReader(str(directory)).read_metadata().state_dict_metadata
+        elif missing == "error":
+            raise errors.make("not_found", f"{directory} is no checkpoint of averages; {way_out}")
+        counters = _counters(0.0, 0)
+        forms = {
+            key: Form(tuple(entry.size), entry.properties.dtype)
+            for key, entry in stored.items()
+            if isinstance(entry, TensorStorageMetadata) and key not in counters
+        }
+        found = fit(self._held(), forms, str(directory))
+        found.only_different().refuse("load()", str(directory), RuntimeError)
+        if missing == "error" and found.missing:
+            found.refuse("load()", str(directory), KeyError, hint=way_out)
+        return found, counters if counters.keys() <= stored.keys() else {}
+
+    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
+        bytes. Collective.
+        """
+        path = Path(directory) / "ema.safetensors"
+
+        def prepare() -> Saveable:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return self._saveable()
+
+        save_file(self._together("export_safetensors()", prepare), path, dtype, group=self._ranks.process_group)
+        return path
+
+    def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state
+        dict for load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time: they lie in
+        files beside it meanwhile. Collective. ``dtype``: of floating tensors.
+        """
+        held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
+        path = Path(directory) / "ema_shadow.pt"
+        files.write_gathered("export_shadow()", path, held, self._ranks, kind)
+        return path
+
+    def _together(self, what: str, fn: Callable[[], T]) -> T:
+        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
+        updates.
+        """
+        return self._ranks.step(what, lambda: Step(fn(), [equal_updates(what, self.updates, self._ranks)]))
+
+
 _AGAIN = "freeze it again, or make a new manager and load the old one's state_dict() into it with strict=False"
 
 
@@ -115,10 +290,8 @@ class EMAManager(Managed):
 
     def _refuse_new(self, trained: Iterable[str]) -> None:
         if new := [name for name in trained if name not in self._shadow]:
-            raise invalid(
-                f"'{new[0]}' and {len(new) - 1} more are trained, but were frozen or absent when averages were made; "
-                f"{_AGAIN}"
-            )
+            made = "but were frozen or absent when averages were made"
+            raise invalid(f"'{new[0]}' and {len(new) - 1} more are trained, {made}; {_AGAIN}")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, by name."""
@@ -135,25 +308,6 @@ class EMAManager(Managed):
     def stats(self) -> dict[str, float]:
         """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what EMA.stats() adds."""
         return {**self._ema.stats(), "decay": self.decay, "updates": self.updates}
-
-    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
-        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
-        bytes. Collective.
-        """
-        path = Path(directory) / "ema.safetensors"
-
-        what = "export_safetensors()"
-
-        def find() -> engine.SaveStep:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            view = self._averages.view
-            own = {local.name for local in [*view.parameters, *view.buffers] if local.counts_on(self._ranks.rank)}
-            parts = [part for part in self._complete().parts if part.name in own]
-            to_save = engine.ToSave([engine.FileParts("", parts)], engine.dtype_and_limit(dtype, None))
-            return Step(to_save, [equal_updates(what, self.updates, self._ranks)])
-
-        engine.SaveCall(find, path, self._ranks, what).write()
-        return path
 
     def _names(self) -> Mapping[str, object]:
         return self._shadow
@@ -173,6 +327,9 @@ class EMAManager(Managed):
         self._averages.swap.refuse("an export")
         self._averages.swap.rebind()
         return self._averages.held(complete=True)
+
+    def _saveable(self) -> Saveable:
+        return {part.name: Piece(part.flat, part.region) for part in self._complete().parts}
 
 
 def _is_in(names: frozenset[str], name: str, _: object) -> bool:
@@ -197,16 +354,24 @@ class ShardedModelEMAManager(Managed):
     def __init__(self, ema_model: nn.Module, train_model: nn.Module, decay: float = 0.9999) -> None:
         self.decay = checked_decay(decay)
         self.ema_model, self._train_model = ema_model, train_model
-        self._twin = TrainedCopy(ema_model, keeps=True)
+        self._twin = TrainedCopy(keeps=True)
         self._ranks = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
         self._ranks.agree("ShardedModelEMAManager(...)", self._prepare)
 
     def _prepare(self) -> None:
-        _check(find(self.ema_model), find(self._train_model))
+        shapes = {local.name: tuple(local.region.shape) for local in find(self.ema_model).parameters}
+        trained = {
+            local.name: tuple(local.region.shape) for local in find(self._train_model).parameters if local.requires_grad
+        }
+        compared = compare(trained, {name: shape for name, shape in shapes.items() if name in trained})
+        compared.refuse(  # with the origin's exceptions
+            "ShardedModelEMAManager", "the EMA model", KeyError if compared.missing else None,
+            here="in the train model", done="no averages were made",
+        )  # fmt: skip
         self.ema_model.eval()
         for parameter in self.ema_model.parameters():
             parameter.requires_grad_(False)
-        self._twin.bind(self._train_model)
+        self._twin.bind(self.ema_model, self._train_model)
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,21 +382,11 @@ class ShardedModelEMAManager(Managed):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _ranks=all_ranks())
 
-    @property
-    def _tracked_names(self) -> list[str]:
-        return list(self._twin.names)
-
-    @property
-    def _param_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(average, weight): the parameters themselves, or FSDP1's memory of them."""
-        views = [find(module) for module in (self.ema_model, self._train_model)]
-        memory = [{local.name: local.tensor for local in view.parameters} | weights_of(view) for view in views]
-        return [(memory[0][name], memory[1][name]) for name in self._twin.names]
-
     def update(self, model: nn.Module | None = None) -> None:
         """After each optimizer step; ``model``: the train model, or a wrapper of it. Local. What is NaN or Inf is held.
         Raises RuntimeError and ValueError where the models differ in names or shapes; nothing has changed then."""
-        self._twin.update(self._train_model if model is None else model, self.decay, 1.0 - self.decay)
+        averages = self._twin.bind(self.ema_model, self._train_model if model is None else model)
+        averages.update(self.decay, 1.0 - self.decay)
         self.updates += 1
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -256,15 +411,6 @@ class ShardedModelEMAManager(Managed):
             "held_nonfinite": self._twin.held(),
         }
 
-    def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
-        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
-        bytes. Collective.
-        """
-        path = Path(directory) / "ema.safetensors"
-        self._together("export_safetensors()", lambda: path.parent.mkdir(parents=True, exist_ok=True))
-        save_file(self.ema_model, path, dtype, group=self._ranks.process_group)
-        return path
-
     def _names(self) -> Mapping[str, object]:
         return self._twin.names
 
@@ -281,18 +427,10 @@ class ShardedModelEMAManager(Managed):
         return held_by(self.ema_model, self._ranks.process_group, saving=False)
 
     def _begin(self) -> None:
-        self._twin.begin(self._train_model)
+        AveragedCopy("mul_add").bind(self.ema_model, self._train_model).copy()
 
-
-def _check(ours: ModelView, weights: ModelView) -> None:
-    """The origin's exceptions for models that differ."""
-    shapes = {local.name: tuple(local.region.shape) for local in ours.parameters}
-    trained = {local.name: tuple(local.region.shape) for local in weights.parameters if local.requires_grad}
-    fit = compare(trained, {name: shape for name, shape in shapes.items() if name in trained})
-    fit.refuse(
-        "ShardedModelEMAManager", "the EMA model", KeyError if fit.missing else None, here="in the train model",
-        done="no averages were made",
-    )  # fmt: skip
+    def _saveable(self) -> Saveable:
+        return self.ema_model
 
 
 def build_ema(
@@ -351,3 +489,54 @@ def _section(cfg: Any) -> dict[str, Any]:
     if hasattr(cfg, "__dict__"):
         return {key: value for key, value in vars(cfg).items() if not key.startswith("_")}
     raise invalid(f"ema is a {type(cfg).__name__}; a section with decay and implementation is needed, or null")
+
+
+def _counters(decay: float, updates: int) -> dict[str, torch.Tensor]:
+    """Returns what a directory has beside the averages."""
+    numbers = {_DECAY: (decay, torch.float64), _UPDATES: (updates, torch.int64)}
+    return {key: torch.tensor(number, dtype=dtype, device="cpu") for key, (number, dtype) in numbers.items()}
+
+
+@contextlib.contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """Torch warns at each save and load of a process without a group; one process is no mistake here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def checked_decay(decay: float) -> float:
+    if not 0.0 <= decay <= 1.0:
+        raise invalid(f"decay must be in [0, 1], got {decay}")
+    return float(decay)
+
+
+def _unmatched(fit: Fit[Form | None], where: str) -> Unmatched:
+    """Returns the names that don't match, with a warning where there are any."""
+    if text := fit.text(where):
+        warn(f"not everything was loaded: {text}; missing averages are as they were, or as the weights")
+    return Unmatched(fit.missing, fit.unexpected)
+
+
+def weights_of(view: ModelView) -> dict[str, torch.Tensor]:
+    """The modules' own parameters and buffers, by the names of view.parameters and view.buffers. FSDP1's have none."""
+    return {slot.local.name: slot.recorded for slot in view._found + view._found_buffers if not slot.tied}
+
+
+def look(weight: torch.Tensor | None, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:
+    """``memory``: the elements of ``region``, in its order. The result shares it. ``weight``: what it is to look
+    like."""
+    if isinstance(weight, DTensor) and weight._local_tensor.numel() == region.size and _torch_says(weight, region):
+        return sharded_like(weight, memory.view(weight._local_tensor.shape))
+    if region == _core.Region.whole(list(region.shape)):
+        return memory.view(region.shape)
+    return Piece(memory.reshape(-1), region)
+
+
+def _torch_says(tensor: Any, region: _core.Region) -> bool:
+    """Torch's own idea of what this rank holds, which checkpoints go by, is right: for uneven TP + FSDP2 not every
+    version's is.
+    """
+    chunks = [chunk for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()]
+    boxes = [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()]
+    return boxes == [(list(chunk.offsets), list(chunk.sizes)) for chunk in chunks]

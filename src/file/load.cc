@@ -222,14 +222,18 @@ std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) 
   return reports;
 }
 
+uint64_t read_summed(const Catalog& catalog, const Stored& stored, const TensorView& view, bool summed) {
+  Reader reader(catalog, {{&view, &stored, summed}});
+  while (!reader.part().last) continue;
+  return reader.sums()[0];
+}
+
 void read_one(const Catalog& catalog, const TensorView& view) {
   const Stored& stored = catalog.find(view.name);
   if (const std::string why = difference(stored.entry, view.region.shape(), view.dtype, "the file"); !why.empty())
     fail(Code::kInvalidArgument, "{}: {}", catalog.path, why);
   const bool summed = stored.crc && view.region == Region::whole(view.region.shape());
-  Reader reader(catalog, {{&view, &stored, summed}});
-  while (!reader.part().last) continue;
-  if (summed && *stored.crc != reader.sums()[0]) {
+  if (const uint64_t sum = read_summed(catalog, stored, view, summed); summed && *stored.crc != sum) {
     fail(Code::kCorrupt, "{}: the data of '{}' is not what was saved (checksums differ): read another checkpoint",
          catalog.path, view.name);
   }

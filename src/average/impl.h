@@ -119,8 +119,7 @@ struct Average::Impl {
   bool draws_by_runs(const kernels::Step& step) const;
   average::NonFiniteCount dispatch(const kernels::Step& step);
   average::NonFiniteCount prepare(const kernels::Step& step, bool by_runs);
-  void make_background();
-  void begin_background(const kernels::Step& step, const average::Counters& before);
+  void make_background(bool offloads);
   void work();
   [[noreturn]] void stopped(const Error& cause);
   void refuse_non_finite(const average::NonFiniteCount& count, int64_t step) const;

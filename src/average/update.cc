@@ -106,7 +106,11 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
     }
     for (const auto& offload : bound.offloads) offload->begin();
     if (!options.overlap) count = dispatch(planned);
-    if (worker_) begin_background(planned, counters);
+    if (worker_) {
+      const bool changed = !options.overlap && !bound.backends.empty();  // what is not in the background is averaged
+      under_way_ = UnderWay{.step = planned, .before = counters, .changed = changed};
+      worker_->begin([this] { work(); });  // one pointer: nothing allocates
+    }
   } else {
     count = prepare(planned, draws_by_runs(planned));
   }

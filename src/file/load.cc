@@ -11,12 +11,12 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
-#include "file/environment.h"
 #include "file/ownership.h"
 #include "file/reader.h"
 #include "file/save_request.h"
 #include "file/sharing.h"
 #include "file/sums.h"
+#include "file/timed.h"
 #include "group/agree.h"
 #include "tensor/dtype.h"
 
@@ -188,8 +188,7 @@ LoadCall load_of(std::span<const TensorView> views, bool strict) {
 std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) const {
   const auto started = base::now();
   const std::shared_ptr<base::TimedCalls> timed = timed_calls(group, options.timeout);
-  const Environment machine{timed.get()};
-  const InEnvironment here(&machine);
+  const base::CallsTo here(timed.get());
   group::CollectiveCall ranks(group, options.timeout, options.progress);
   Fillings fillings;
   std::optional<Asked> asked;

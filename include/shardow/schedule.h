@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -31,41 +32,63 @@ class Schedule {
  public:
   // d is the decay of step n, w = 1 - d.
 
-  static Schedule constant(double decay);
+  static Schedule constant(double decay) { return of("constant", decay); }
 
-  static Schedule settable(double decay);  ///< as Average::set_decay() says; one of an Average
+  /// As Average::set_decay() says; one of an Average.
+  static Schedule settable(double decay) { return of("settable", decay); }
 
-  static Schedule half_life(double steps);               ///< d = 2^(-1 / steps)
-  static Schedule half_life_in_samples(double samples);  ///< update() must be told samples
+  /// d = 2^(-1 / steps)
+  static Schedule half_life(double steps) { return of("half_life", steps); }
+  /// `update()` must be told samples.
+  static Schedule half_life_in_samples(double samples) { return of("half_life_in_samples", samples); }
 
-  static Schedule warmup(double decay);  ///< d = min(decay, (1 + n) / (10 + n))
+  /// d = min(decay, (1 + n) / (10 + n))
+  static Schedule warmup(double decay) { return of("warmup", decay); }
 
-  static Schedule power(double sigma_rel);  ///< EDM2's, of (0, 0.28]: arXiv 2312.02696
+  /// EDM2's, of (0, 0.28]: arXiv 2312.02696
+  static Schedule power(double sigma_rel) { return of("power", sigma_rel); }
 
-  static Schedule mean();                               ///< w = 1 / (updates + 1): SWA
-  static Schedule debiased(double decay);               ///< w = (1 - decay) / (1 - decay^n)
-  static Schedule window(int64_t first, int64_t last);  ///< the mean of these steps
+  /// w = 1 / (updates + 1): SWA
+  static Schedule mean() { return of("mean"); }
+  /// w = (1 - decay) / (1 - decay^n)
+  static Schedule debiased(double decay) { return of("debiased", decay); }
+  /// The mean of these steps.
+  static Schedule window(int64_t first, int64_t last) { return of("window", first, last); }
 
-  static Schedule linear(double from, double to, int64_t steps);
-  static Schedule cosine(double from, double to, int64_t steps);  ///< BYOL, DINO
+  static Schedule linear(double from, double to, int64_t steps) { return of("linear", from, to, steps); }
+  /// BYOL, DINO
+  static Schedule cosine(double from, double to, int64_t steps) { return of("cosine", from, to, steps); }
 
-  static Schedule half_life_fraction(double fraction, double max_steps);  ///< half-life min(max_steps, fraction n)
+  /// Half-life min(max_steps, fraction n).
+  static Schedule half_life_fraction(double fraction, double max_steps) {
+    return of("half_life_fraction", fraction, max_steps);
+  }
 
   /// k-diffusion's EMAWarmup: 1 - (1 + (n - 1 - start) / inv_gamma)^-power.
   static Schedule inverse_gamma(double inv_gamma, double power, double min_decay = 0, double max_decay = 1,
-                                double start = 0);
+                                double start = 0) {
+    return of("inverse_gamma", inv_gamma, power, min_decay, max_decay, start);
+  }
 
   // Other projects', off-by-ones included.
 
-  static Schedule tf_warmup(double decay);
+  static Schedule tf_warmup(double decay) { return of("tf_warmup", decay); }
   static Schedule timm(double decay, double min_decay = 0, int64_t update_after_step = 0, bool use_warmup = false,
-                       double gamma = 1, double power = 2.0 / 3);
+                       double gamma = 1, double power = 2.0 / 3) {
+    return of("timm", decay, min_decay, update_after_step, use_warmup, gamma, power);
+  }
   static Schedule dist_ema(double decay, bool warmup = false, double power = 2.0 / 3, double min_decay = 0,
-                           double inv_gamma = 1, int64_t update_after_step = 0);
+                           double inv_gamma = 1, int64_t update_after_step = 0) {
+    return of("dist_ema", decay, warmup, power, min_decay, inv_gamma, update_after_step);
+  }
   static Schedule diffusers(double decay, double min_decay = 0, int64_t update_after_step = 0,
-                            bool use_ema_warmup = false, double inv_gamma = 1, double power = 2.0 / 3);
+                            bool use_ema_warmup = false, double inv_gamma = 1, double power = 2.0 / 3) {
+    return of("diffusers", decay, min_decay, update_after_step, use_ema_warmup, inv_gamma, power);
+  }
   static Schedule ema_pytorch(double beta = 0.9999, int64_t update_after_step = 100, double inv_gamma = 1,
-                              double power = 2.0 / 3, double min_value = 0);
+                              double power = 2.0 / 3, double min_value = 0) {
+    return of("ema_pytorch", beta, update_after_step, inv_gamma, power, min_value);
+  }
 
   std::string key() const;  ///< in file names: "0.9999", "power(sigma_rel=0.1)"
 
@@ -78,6 +101,11 @@ class Schedule {
 
  private:
   friend struct average::Schedules;
+  template <class... Numbers>
+  static Schedule of(std::string_view kind, Numbers... numbers) {
+    return in_order(kind, {static_cast<double>(numbers)...});
+  }
+  static Schedule in_order(std::string_view kind, std::initializer_list<double> numbers);
   Schedule(size_t kind, std::vector<double> numbers) : kind_(kind), numbers_(std::move(numbers)) {}
 
   size_t kind_;

@@ -8,8 +8,8 @@
 #include <exception>
 #include <utility>
 
+#include "base/files.h"
 #include "core.h"
-#include "file/environment.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
 
@@ -36,7 +36,7 @@ class Callbacks {
   /// own kind.
   template <class Fn>
   auto call(const char* what, Fn fn, bool as_such = true) {
-    const file::InEnvironment outside(&outside_);
+    const base::CallsTo outside(&outside_);
     const nanobind::gil_scoped_acquire gil;
     try {
       return fn();
@@ -67,7 +67,7 @@ class Callbacks {
   }
 
  private:
-  const Environment outside_ = file::environment_here();
+  base::Syscalls& outside_ = base::syscalls();
   std::exception_ptr raised_;
 };
 

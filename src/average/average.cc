@@ -151,7 +151,7 @@ void Average::set_state(std::string_view json, OptionsFrom options) {
   const auto use = impl_->use("set_state()");
   impl_->wait();
   if (impl_->swap) fail(Code::kInvalidArgument, "set_state() while weights and averages are swapped; swap back first");
-  const average::State state = average::state_from_json(json);
+  const average::State state = average::state_from_json(json, impl_->options);
   if (state.options.schedules.size() != size()) {
     fail(Code::kInvalidArgument,
          "the saved state has {} averages of each parameter, this one keeps {}; make it with the same number of decays",
@@ -170,7 +170,8 @@ void Average::Impl::restart() {
 
 void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
   if (from == OptionsFrom::kFile) {
-    AverageOptions merged = average::with_options_of(state.options, options);
+    AverageOptions merged = state.options;
+    merged.dtype = options.dtype;  // that of memory
     try {
       average::check_options(merged, other_memory == nullptr);
     } catch (const Error& error) {
@@ -180,10 +181,7 @@ void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
     }
     options = std::move(merged);
   }
-  for (size_t k = 0; k < options.schedules.size(); ++k) {
-    if (average::are_settable(options.schedules[k], state.options.schedules[k]))
-      options.schedules[k] = state.options.schedules[k];
-  }
+  average::take_settable(state.options.schedules, options.schedules);
   read_counts();  // a device's, of updates before: they are not the new counters'
   counters = state.counters;
   met.reset();

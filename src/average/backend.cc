@@ -25,10 +25,8 @@ class CpuBackend final : public Backend {
       : table_(make_chunks(parameters, averages), RunCutter(parameters), averages.size(), pool),
         shares_(table_.shares(0, table_.chunks().size())) {}
 
-  void prepare_noise() override {}
   NonFiniteCount update(const Step& step, bool by_runs) override { return table_.update(shares_, step, by_runs); }
   void copy_parameters() override { table_.copy_parameters(shares_); }
-  NonFiniteCount read_count() override { return {}; }
   int64_t table_bytes() const noexcept override { return table_.bytes() + static_cast<int64_t>(shares_.bytes()); }
 
  private:

@@ -19,7 +19,7 @@ class Backend {
  public:
   virtual ~Backend() = default;
   /// Makes what the first step that draws noise needs; later calls do nothing. Throws where memory is lacking.
-  virtual void prepare_noise() = 0;
+  virtual void prepare_noise() {}
   /// One dispatch over every chunk. `by_runs`: the step draws noise, prepare_noise() came before. CPU: returns what it
   /// met; CUDA: enqueues, and returns nothing yet.
   virtual NonFiniteCount update(const kernels::Step& step, bool by_runs) = 0;
@@ -27,7 +27,7 @@ class Backend {
   virtual void copy_parameters() = 0;
   /// What updates met since the last call of this; CUDA waits for it. Always empty on a CPU, whose update() has told
   /// it.
-  virtual NonFiniteCount read_count() = 0;
+  virtual NonFiniteCount read_count() { return {}; }
   /// Memory of the tables.
   virtual int64_t table_bytes() const noexcept = 0;
 

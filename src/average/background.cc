@@ -33,13 +33,6 @@ using base::fail;
 using base::seconds_since;
 using std::chrono::steady_clock;
 
-/// `before`: counters as they were; what is not in the background has been averaged.
-void Average::Impl::begin_background(const kernels::Step& step, const average::Counters& before) {
-  under_way_ = UnderWay{step, before};
-  under_way_->changed = !options.overlap && !bound.backends.empty();
-  worker_->begin([this] { work(); });  // one pointer: nothing allocates
-}
-
 /// On the worker's thread; from where it stopped, where it did.
 void Average::Impl::work() {
   UnderWay& now = *under_way_;

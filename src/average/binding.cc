@@ -96,9 +96,8 @@ Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen,
 
 /// Threads for what goes on while the caller does. Beside training on the host one must do; beside training on a device
 /// the host is idle.
-void Average::Impl::make_background() {
-  bool offloads = false;
-  for (size_t i = 0; i < parts.size(); ++i) offloads = offloads || average::is_offloaded(parts[i], averages[0][i]);
+void Average::Impl::make_background(bool offloads) {
+  if (worker_) return;
   if (!options.overlap && !offloads) return;
   const int num_threads =
       offloads ? average::threads_for(elements, options.num_threads) : std::max(options.num_threads, 1);
@@ -130,7 +129,7 @@ void Average::Impl::allocate() {
   std::vector<int64_t> begins;
   int64_t bytes = 0;
   for (const TensorView& part : parts) {
-    if (part.device.kind != device.kind || part.device.index != device.index) {
+    if (!same_device(part.device, device)) {
       fail(Code::kUnsupported, "'{}' is on another device than '{}'; give the averages' memory yourself", part.name,
            parts[0].name);
     }
@@ -152,8 +151,8 @@ void Average::Impl::allocate() {
 
 /// What averages `views`, whose averages are ours. Rings are kept: to pin memory is slow.
 Average::Impl::Bound Average::Impl::make_bound(std::span<const TensorView> views) {
-  if (!worker_) make_background();
   const std::vector<Place> places = places_of(views, averages);
+  make_background(std::any_of(places.begin(), places.end(), [](const Place& place) { return place.offloaded; }));
   size_t whole_rings = 0;
   for (const Place& place : places) whole_rings += place.offloaded ? average::whole_ring_bytes(place.parameters) : 0;
   const double share =

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cmath>
 #include <map>
@@ -21,21 +22,16 @@ namespace {
 
 constexpr int64_t kFormat = 1;
 
-template <typename Value>
-using Names = std::vector<std::pair<Value, std::string_view>>;
+// In the order of their enumerators.
+constexpr std::array<std::string_view, 6> kRules = {"lerp",       "mul_add",          "two_products",
+                                                    "difference", "fused_difference", "quotient"};
+constexpr std::array<std::string_view, 3> kRoundings = {"auto", "nearest", "stochastic"};
 
-const Names<Rule> kRules = {{Rule::kLerp, "lerp"},
-                            {Rule::kMulAdd, "mul_add"},
-                            {Rule::kTwoProducts, "two_products"},
-                            {Rule::kDifference, "difference"},
-                            {Rule::kFusedDifference, "fused_difference"},
-                            {Rule::kQuotient, "quotient"}};
-const Names<Rounding> kRoundings = {
-    {Rounding::kAuto, "auto"}, {Rounding::kNearest, "nearest"}, {Rounding::kStochastic, "stochastic"}};
-
-template <typename Value>
-std::string_view name_of(const Names<Value>& names, Value value) {
-  return std::find_if(names.begin(), names.end(), [&](const auto& one) { return one.first == value; })->second;
+std::string_view name_of(Rule rule) {
+  return kRules[static_cast<size_t>(rule)];
+}
+std::string_view name_of(Rounding rounding) {
+  return kRoundings[static_cast<size_t>(rounding)];
 }
 
 /// Reads fields of one JSON object; each must be there, of its type and in range.
@@ -56,15 +52,12 @@ class Fields {
 
   double number(std::string_view key) const { return get<double>(key, "a number"); }
 
-  template <typename Value>
-  Value one_of(std::string_view key, const Names<Value>& names) const {
-    const std::string_view name = text(key);
-    const auto found = std::find_if(names.begin(), names.end(), [&](const auto& one) { return one.second == name; });
+  template <typename Value, size_t kCount>
+  Value one_of(std::string_view key, const std::array<std::string_view, kCount>& names) const {
+    const auto found = std::find(names.begin(), names.end(), get<std::string_view>(key, "a string"));
     if (found == names.end()) bad(key, "a name that this version knows");
-    return found->first;
+    return static_cast<Value>(found - names.begin());
   }
-
-  std::string_view text(std::string_view key) const { return get<std::string_view>(key, "a string"); }
 
   uint64_t seed(std::string_view key) const {
     constexpr const char* kExpected = "a string of decimal digits";
@@ -76,11 +69,9 @@ class Fields {
   }
 
   DType dtype(std::string_view key) const {
-    try {
-      return dtype_from_name(text(key));
-    } catch (const Error&) {
-      bad(key, "the name of a dtype");
-    }
+    const std::optional<DType> known = find_dtype(get<std::string_view>(key, "a string"));
+    if (!known) bad(key, "the name of a dtype");
+    return *known;
   }
 
   std::vector<Schedule> schedules(std::string_view key) const {
@@ -131,16 +122,16 @@ std::string to_json(const AverageOptions& options, const Counters& counters) {
       R"({{"format":{},"step":{},"updates":{},"applied_step":{},"applied_samples":{},"held_non_finite":{},"seed":"{}",)"
       R"("update_every":{},"start_step":{},"rule":"{}","rounding":"{}","dtype":"{}","schedules":[{}]}})",
       kFormat, counters.step, counters.updates, counters.applied_step, counters.applied_samples,
-      counters.held_non_finite, options.seed, options.update_every, options.start_step, name_of(kRules, options.rule),
-      name_of(kRoundings, options.rounding), dtype_name(options.dtype), schedules);
+      counters.held_non_finite, options.seed, options.update_every, options.start_step, name_of(options.rule),
+      name_of(options.rounding), dtype_name(options.dtype), schedules);
 }
 
-State state_from_json(std::string_view json) {
+State state_from_json(std::string_view json, AverageOptions own) {
   const Fields fields(json);
   if (const int64_t format = fields.count("format"); format != kFormat) {
     base::fail(Code::kUnsupported, "saved state has format {}; this version reads format {}", format, kFormat);
   }
-  State state;
+  State state{{}, std::move(own)};
   state.counters = {fields.count("step"), fields.count("updates"), fields.count("applied_step"),
                     fields.number("applied_samples"), fields.count("held_non_finite")};
   check(state.counters, json);
@@ -149,8 +140,8 @@ State state_from_json(std::string_view json) {
   state.options.update_every = fields.count("update_every");
   if (state.options.update_every < 1) base::fail(Code::kCorrupt, "saved state: update_every is 0 in {}", json);
   state.options.start_step = fields.count("start_step");
-  state.options.rule = fields.one_of("rule", kRules);
-  state.options.rounding = fields.one_of("rounding", kRoundings);
+  state.options.rule = fields.one_of<Rule>("rule", kRules);
+  state.options.rounding = fields.one_of<Rounding>("rounding", kRoundings);
   state.options.dtype = fields.dtype("dtype");
   return state;
 }
@@ -159,8 +150,10 @@ std::vector<Schedule> schedules_in(std::string_view json) {
   return Fields(json).schedules("schedules");
 }
 
-bool are_settable(const Schedule& first, const Schedule& second) {
-  return Schedules::is_settable(first) && Schedules::is_settable(second);
+void take_settable(const std::vector<Schedule>& from, std::vector<Schedule>& into) {
+  for (size_t k = 0; k < std::min(from.size(), into.size()); ++k) {
+    if (Schedules::is_settable(from[k]) && Schedules::is_settable(into[k])) into[k] = from[k];
+  }
 }
 
 std::vector<std::pair<std::string, std::string>> named(const AverageOptions& options) {
@@ -168,8 +161,8 @@ std::vector<std::pair<std::string, std::string>> named(const AverageOptions& opt
   for (size_t k = 0; k < options.schedules.size(); ++k)
     all.emplace_back(options.schedules.size() == 1 ? "schedule" : fmt::format("schedule/{}", k),
                      options.schedules[k].to_json());
-  all.emplace_back("rule", name_of(kRules, options.rule));
-  all.emplace_back("rounding", name_of(kRoundings, options.rounding));
+  all.emplace_back("rule", name_of(options.rule));
+  all.emplace_back("rounding", name_of(options.rounding));
   all.emplace_back("update_every", std::to_string(options.update_every));
   all.emplace_back("start_step", std::to_string(options.start_step));
   all.emplace_back("seed", std::to_string(options.seed));
@@ -181,25 +174,13 @@ std::vector<OptionDifference> differences(const AverageOptions& file, const Aver
   std::map<std::string, std::string> of_file;
   for (auto& [name, text] : named(file)) of_file[name] = std::move(text);
   AverageOptions compared = own;
-  for (size_t k = 0; k < std::min(file.schedules.size(), own.schedules.size()); ++k) {
-    if (are_settable(file.schedules[k], own.schedules[k])) compared.schedules[k] = file.schedules[k];
-  }
+  take_settable(file.schedules, compared.schedules);
   std::vector<OptionDifference> found;
   for (auto& [name, text] : named(compared)) {
     if (const auto other = of_file.find(name); other != of_file.end() && other->second != text)
       found.push_back({name, other->second, std::move(text)});
   }
   return found;
-}
-
-AverageOptions with_options_of(const AverageOptions& file, AverageOptions own) {
-  own.schedules = file.schedules;
-  own.rule = file.rule;
-  own.rounding = file.rounding;
-  own.update_every = file.update_every;
-  own.start_step = file.start_step;
-  own.seed = file.seed;
-  return own;
 }
 
 }  // namespace shardow::average

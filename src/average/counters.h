@@ -26,7 +26,7 @@ struct Counters {
 };
 
 /// What a saved state says: counters, and of the options those that decide numbers (schedules, dtype, rule, rounding,
-/// update_every, start_step, seed); the others have their defaults.
+/// update_every, start_step, seed).
 struct State {
   Counters counters;
   AverageOptions options;
@@ -41,16 +41,14 @@ std::vector<std::pair<std::string, std::string>> named(const AverageOptions& opt
 /// Options that decide numbers and are not the same, in a fixed order.
 std::vector<OptionDifference> differences(const AverageOptions& file, const AverageOptions& own);
 
-/// `own` with the options of `file`, but for the dtype, which is that of memory.
-AverageOptions with_options_of(const AverageOptions& file, AverageOptions own);
-
-/// Throws kCorrupt with the offending text, also for counters that no Average can have.
-State state_from_json(std::string_view json);
+/// Options that do not decide numbers are `own`. Throws kCorrupt with the offending text, also for counters that no
+/// Average can have.
+State state_from_json(std::string_view json, AverageOptions own = {});
 
 /// Of a saved state, whatever else is in it. Throws kCorrupt.
 std::vector<Schedule> schedules_in(std::string_view json);
 
-/// Whether both are Schedule::settable(): their decays are then what set_decay() made of them, and no option.
-bool are_settable(const Schedule& first, const Schedule& second);
+/// Where both are Schedule::settable(): their decays are then what set_decay() made of them, and no option.
+void take_settable(const std::vector<Schedule>& from, std::vector<Schedule>& into);
 
 }  // namespace shardow::average

@@ -42,7 +42,7 @@ void HostTable::for_each_block(Shares& shares, const Fn& fn) {
 }
 
 NonFiniteCount HostTable::update(Shares& shares, const kernels::Step& step, bool by_runs) {
-  std::fill(counts_.begin(), counts_.end(), Count{});
+  std::fill(counts_.begin(), counts_.end(), NonFiniteCount{});
   for_each_block(shares, [&](int thread, Stretch block) {
     NonFiniteCount met;
     const auto run = [&](std::span<const Chunk> some) { met.add(kernels::cpu::update(some, step), some); };
@@ -51,11 +51,12 @@ NonFiniteCount HostTable::update(Shares& shares, const kernels::Step& step, bool
     } else {
       run(chunks().subspan(block.begin, block.end - block.begin));
     }
-    counts_[static_cast<size_t>(thread)].add(met, block.begin);
+    met.block = block.begin;
+    counts_[static_cast<size_t>(thread)].add(met);
   });
-  Count total;
-  for (const Count& count : counts_) total.add(count.met, count.at);
-  return total.met;
+  NonFiniteCount total;
+  for (const NonFiniteCount& count : counts_) total.add(count);
+  return total;
 }
 
 void HostTable::copy_parameters(Shares& shares) {
@@ -71,13 +72,6 @@ void HostTable::copy_parameters(Shares& shares) {
 
 int64_t HostTable::bytes() const noexcept {
   return static_cast<int64_t>(chunks_.capacity() * sizeof(Chunk) + runs_.bytes());
-}
-
-void HostTable::Count::add(const NonFiniteCount& more, size_t block) {
-  met.elements += more.elements;
-  if (more.first == nullptr || (met.first != nullptr && at < block)) return;
-  met.first = more.first;
-  at = block;
 }
 
 }  // namespace shardow::average

@@ -13,17 +13,20 @@
 namespace shardow::average {
 
 /// Parameter elements that were NaN or Inf.
-struct NonFiniteCount {
+struct alignas(64) NonFiniteCount {
   int64_t elements = 0;
   const void* first = nullptr;  ///< start of the first chunk that has one; null if none
+  size_t block = 0;             ///< of that chunk: the first of all is the same whichever thread took which block
 
   void add(const NonFiniteCount& more) {
     elements += more.elements;
-    if (first == nullptr) first = more.first;
+    if (more.first == nullptr || (first != nullptr && block <= more.block)) return;
+    first = more.first;
+    block = more.block;
   }
   void add(const kernels::Tally& tally, std::span<const kernels::Chunk> chunks) {
-    add({tally.non_finite,
-         tally.first_chunk >= 0 ? chunks[static_cast<size_t>(tally.first_chunk)].parameter : nullptr});
+    add({tally.non_finite, tally.first_chunk >= 0 ? chunks[static_cast<size_t>(tally.first_chunk)].parameter : nullptr,
+         0});
   }
 };
 
@@ -44,14 +47,6 @@ class HostTable {
   int64_t bytes() const noexcept;
 
  private:
-  /// What a thread met, and the block of the first of it: the first of all is the same whoever took which block.
-  struct alignas(64) Count {
-    NonFiniteCount met;
-    size_t at = 0;
-
-    void add(const NonFiniteCount& more, size_t block);
-  };
-
   template <typename Fn>
   void for_each_block(Shares& shares, const Fn& fn);
 
@@ -59,7 +54,7 @@ class HostTable {
   RunCutter runs_;
   size_t num_averages_;
   base::ThreadPool& pool_;
-  std::vector<Count> counts_;  // of the threads; kept, so that an update allocates nothing
+  std::vector<NonFiniteCount> counts_;  // of the threads; kept, so that an update allocates nothing
 };
 
 }  // namespace shardow::average

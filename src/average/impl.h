@@ -110,11 +110,9 @@ struct Average::Impl {
   kernels::Step plan_step(int64_t step, double samples, std::span<const Factors> given, Factors* first) const;
   kernels::Step::One plan_one(const Factors& factors) const;
   bool draws_by_runs(const kernels::Step& step) const;
-  void prepare_noise(const kernels::Step& step);
   average::NonFiniteCount dispatch(const kernels::Step& step);
   average::NonFiniteCount prepare(const kernels::Step& step, bool by_runs);
-  void make_background();
-  void begin_background(const kernels::Step& step, const average::Counters& before);
+  void make_background(bool offloads);
   void work();
   [[noreturn]] void stopped(const Error& cause);
   void refuse_non_finite(const average::NonFiniteCount& count, int64_t step) const;

@@ -37,60 +37,43 @@ size_t whole_ring_bytes(std::span<const TensorView> parameters) {
   return bytes;
 }
 
-/// Where chunks go in slots of `slot_bytes`, and the copies that bring them there: of neighbours in one allocation of
-/// the device's memory one together.
-class Offload::Layout {
- public:
-  Layout(std::span<const Chunk> chunks, size_t slot_bytes, int device) {
-    size_t used = slot_bytes;  // of the block's slot; full, so that the first chunk begins a block
-    size_t rest = 0;           // of the allocation that the last copy is from
-    for (size_t c = 0; c < chunks.size(); ++c) {
-      const auto* const from = static_cast<const std::byte*>(chunks[c].parameter);
-      const size_t bytes = bytes_of(chunks[c]);
-      const bool aligned = used % static_cast<size_t>(byte_size(chunks[c].parameter_dtype, 1)) == 0;
-      const bool follows = c > 0 && aligned && from == copies.back().from + copies.back().bytes && bytes <= rest;
-      size_t at = follows ? used : round_up(used);
-      const bool begins = at + bytes > slot_bytes;
-      if (begins) at = 0;
-      if (begins) blocks.push_back({c, c, copies.size(), copies.size()});
-      if (!follows) rest = kernels::cuda::rest_of_allocation(from, device);
-      if (begins || !follows) copies.push_back({from, nullptr, 0});
-      rest -= std::min(rest, bytes);
-      copies.back().bytes += bytes;
-      offsets.push_back(at);
-      copy_of.push_back(copies.size() - 1);
-      used = at + bytes;
-      blocks.back().end = c + 1;
-      blocks.back().end_copy = copies.size();
-    }
+/// Leads chunks through slots of `slot_bytes`, and makes the copies that bring them there: of neighbours in one
+/// allocation of the device's memory one together.
+std::vector<Offload::Cut> Offload::lay_out(std::span<Chunk> chunks, size_t slot_bytes) {
+  std::vector<Cut> blocks;
+  size_t used = slot_bytes;  // of the block's slot; full, so that the first chunk begins a block
+  size_t rest = 0;           // of the allocation that the last copy is from
+  for (size_t c = 0; c < chunks.size(); ++c) {
+    const auto* const from = static_cast<const std::byte*>(chunks[c].parameter);
+    const size_t bytes = bytes_of(chunks[c]);
+    const bool aligned = used % static_cast<size_t>(byte_size(chunks[c].parameter_dtype, 1)) == 0;
+    const bool follows = c > 0 && aligned && from == copies_.back().from + copies_.back().bytes && bytes <= rest;
+    size_t at = follows ? used : round_up(used);
+    const bool begins = at + bytes > slot_bytes;
+    if (begins) at = 0;
+    if (begins) blocks.push_back({c, c, copies_.size(), copies_.size()});
+    std::byte* const to = ring_->slot(blocks.size() - 1) + at;
+    if (!follows) rest = kernels::cuda::rest_of_allocation(from, device_.index);
+    if (begins || !follows) copies_.push_back({from, to, 0});
+    rest -= std::min(rest, bytes);
+    copies_.back().bytes += bytes;
+    chunks[c].parameter = to;
+    used = at + bytes;
+    blocks.back().end = c + 1;
+    blocks.back().end_copy = copies_.size();
   }
-
-  struct Stretch {
-    size_t begin, end, first_copy, end_copy;  // chunks and copies
-  };
-  std::vector<Stretch> blocks;
-  std::vector<Copy> copies;
-  std::vector<size_t> offsets, copy_of;  // of the chunks
-};
+  return blocks;
+}
 
 Offload::Offload(Device device, std::span<const TensorView> parameters,
                  std::span<const std::vector<TensorView>> averages, std::shared_ptr<Ring> ring, base::ThreadPool& pool)
     : device_(device), ring_(std::move(ring)) {
   const int64_t chunk_elements = chunk_elements_for(ring_->slot_bytes());
   std::vector<Chunk> chunks = make_chunks(parameters, averages, chunk_elements);
-  Layout layout(chunks, ring_->bytes(), device.index);
-  if (layout.blocks.size() > 1) layout = Layout(chunks, ring_->slot_bytes(), device.index);
-  for (size_t b = 0; b < layout.blocks.size(); ++b) {
-    for (size_t c = layout.blocks[b].begin; c < layout.blocks[b].end; ++c) {
-      std::byte* const to = ring_->slot(b) + layout.offsets[c];
-      Copy& copy = layout.copies[layout.copy_of[c]];
-      if (copy.to == nullptr) copy.to = to;
-      chunks[c].parameter = to;
-    }
-  }
-  copies_ = std::move(layout.copies);
+  const bool fits = whole_ring_bytes(parameters) <= ring_->bytes();
+  const std::vector<Cut> blocks = lay_out(chunks, fits ? ring_->bytes() : ring_->slot_bytes());
   table_ = std::make_unique<HostTable>(std::move(chunks), RunCutter(parameters, chunk_elements), averages.size(), pool);
-  for (const auto& [begin, end, first_copy, end_copy] : layout.blocks)
+  for (const auto& [begin, end, first_copy, end_copy] : blocks)
     blocks_.push_back({first_copy, end_copy, table_->shares(begin, end)});
   fetched_ = averaged_ = blocks_.size();
 }

@@ -71,8 +71,11 @@ class Offload {
     size_t first_copy, end_copy;
     Shares shares;
   };
-  class Layout;
+  struct Cut {
+    size_t begin, end, first_copy, end_copy;  // chunks and copies of a block
+  };
 
+  std::vector<Cut> lay_out(std::span<kernels::Chunk> chunks, size_t slot_bytes);
   const void* on_device(const void* in_ring, const Block& block) const noexcept;
   Block& arrived();
 

@@ -16,42 +16,38 @@ class OneUser {
  public:
   explicit OneUser(std::string whose) : whose_(std::move(whose)) {}
 
-  /// While it lives its thread reads figures, which no thread writes meanwhile.
-  class Look {
+  /// Frees the user at its end, where it is the outermost of its thread.
+  class Hold {
    public:
-    explicit Look(OneUser& user) : one_(user), outermost_(user.claim(&reading_, &mark_) == nullptr) {}
-    ~Look() {
-      if (outermost_) one_.user_.store(nullptr, std::memory_order_release);
-    }
-    Look(const Look&) = delete;
-    Look& operator=(const Look&) = delete;
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
 
-   private:
-    OneUser& one_;
-    const bool outermost_;
+   protected:
+    Hold(OneUser& guard, const void* mark, const void* own) : guard_(guard), user_(guard.claim(mark, own)) {}
+    ~Hold() {
+      if (user_ == nullptr) guard_.user_.store(nullptr, std::memory_order_release);
+    }
+
+    OneUser& guard_;
+    const void* const user_;  // before
+  };
+
+  /// While it lives its thread reads figures, which no thread writes meanwhile.
+  class Look : Hold {
+   public:
+    explicit Look(OneUser& guard) : Hold(guard, &reading_, &mark_) {}
   };
 
   /// While it lives its thread is the user; calls within calls are the same use.
-  class Use {
+  class Use : Hold {
    public:
-    Use(OneUser& one, const char* call) : one_(one) {
-      const void* const user = one_.claim(&mark_, nullptr);
-      outermost_ = user == nullptr;
-      if (user == nullptr || user == &mark_) return;
+    Use(OneUser& guard, const char* call) : Hold(guard, &mark_, nullptr) {
+      if (user_ == nullptr || user_ == &mark_) return;
       base::fail(Code::kInvalidArgument,
                  "{} of the averages of {} while another thread is in a call of theirs: one thread uses an Average at "
                  "a time; let the threads take turns (a std::mutex around the calls)",
-                 call, one_.whose_);
+                 call, guard_.whose_);
     }
-    ~Use() {
-      if (outermost_) one_.user_.store(nullptr, std::memory_order_release);
-    }
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
-
-   private:
-    OneUser& one_;
-    bool outermost_ = true;
   };
 
  private:

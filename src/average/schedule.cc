@@ -45,15 +45,6 @@ std::string text_of(double number) {
   return fmt::format("{}", number + 0.0);
 }
 
-/// Makes a schedule of its first numbers, in the order in which its kind has them.
-template <class... Values>
-Schedule made_of(std::string_view kind, Values... values) {
-  Schedules::Numbers numbers;
-  auto parameter = average::schedule_table()[find_kind(kind)].parameters.begin();
-  (numbers.emplace(parameter++->name, static_cast<double>(values)), ...);
-  return Schedules::make(kind, numbers);
-}
-
 [[noreturn]] void corrupt(std::string_view json, std::string_view why) {
   fail(Code::kCorrupt, "not a schedule, {}: {}", why, json);
 }
@@ -148,63 +139,11 @@ Factors Schedule::factors(const Progress& progress) const {
   return average::schedule_table()[kind_].factors(numbers_, within);
 }
 
-Schedule Schedule::constant(double decay) {
-  return made_of("constant", decay);
-}
-Schedule Schedule::settable(double decay) {
-  return made_of("settable", decay);
-}
-Schedule Schedule::half_life(double steps) {
-  return made_of("half_life", steps);
-}
-Schedule Schedule::half_life_in_samples(double samples) {
-  return made_of("half_life_in_samples", samples);
-}
-Schedule Schedule::half_life_fraction(double fraction, double max_steps) {
-  return made_of("half_life_fraction", fraction, max_steps);
-}
-Schedule Schedule::inverse_gamma(double inv_gamma, double power, double min_decay, double max_decay, double start) {
-  return made_of("inverse_gamma", inv_gamma, power, min_decay, max_decay, start);
-}
-Schedule Schedule::warmup(double decay) {
-  return made_of("warmup", decay);
-}
-Schedule Schedule::tf_warmup(double decay) {
-  return made_of("tf_warmup", decay);
-}
-Schedule Schedule::timm(double decay, double min_decay, int64_t update_after_step, bool use_warmup, double gamma,
-                        double power) {
-  return made_of("timm", decay, min_decay, update_after_step, use_warmup, gamma, power);
-}
-Schedule Schedule::dist_ema(double decay, bool warmup, double power, double min_decay, double inv_gamma,
-                            int64_t update_after_step) {
-  return made_of("dist_ema", decay, warmup, power, min_decay, inv_gamma, update_after_step);
-}
-Schedule Schedule::diffusers(double decay, double min_decay, int64_t update_after_step, bool use_ema_warmup,
-                             double inv_gamma, double power) {
-  return made_of("diffusers", decay, min_decay, update_after_step, use_ema_warmup, inv_gamma, power);
-}
-Schedule Schedule::ema_pytorch(double beta, int64_t update_after_step, double inv_gamma, double power,
-                               double min_value) {
-  return made_of("ema_pytorch", beta, update_after_step, inv_gamma, power, min_value);
-}
-Schedule Schedule::linear(double from, double to, int64_t steps) {
-  return made_of("linear", from, to, steps);
-}
-Schedule Schedule::cosine(double from, double to, int64_t steps) {
-  return made_of("cosine", from, to, steps);
-}
-Schedule Schedule::mean() {
-  return Schedules::make("mean", {});
-}
-Schedule Schedule::power(double sigma_rel) {
-  return made_of("power", sigma_rel);
-}
-Schedule Schedule::debiased(double decay) {
-  return made_of("debiased", decay);
-}
-Schedule Schedule::window(int64_t first, int64_t last) {
-  return made_of("window", first, last);
+Schedule Schedule::in_order(std::string_view kind, std::initializer_list<double> numbers) {
+  Schedules::Numbers named;
+  auto parameter = average::schedule_table()[find_kind(kind)].parameters.begin();
+  for (const double number : numbers) named.emplace(parameter++->name, number);
+  return Schedules::make(kind, named);
 }
 
 }  // namespace shardow

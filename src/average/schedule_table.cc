@@ -16,11 +16,16 @@ namespace {
 using In = std::span<const double>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Range kDecay{0, 1};
+constexpr Range kFraction{0, 1};
 constexpr Range kPositive{0, kInfinity, false, true};
 constexpr Range kCount{0, 9007199254740992.0, true};
 constexpr Range kSteps{1, 9007199254740992.0, true};
 constexpr Range kFlag{0, 1, true};
+
+// Numbers that several kinds have.
+constexpr Parameter kDecay{"decay", kFraction}, kMinDecay{"min_decay", kFraction, 0};
+constexpr Parameter kInvGamma{"inv_gamma", kPositive, 1}, kPower{"power", kPositive, 2.0 / 3};
+constexpr Parameter kAfterStep{"update_after_step", kCount, 0};
 
 double crowson(double m, double inv_gamma, double power) {
   return 1 - std::pow(1 + m / inv_gamma, -power);
@@ -32,14 +37,6 @@ Factors one_step(double decay) {
 
 Factors from_log(double log_decay) {
   return {std::exp(log_decay), -std::expm1(log_decay)};
-}
-
-/// The decays of the steps since the last update, multiplied. `decay(n)` is that of step n, a whole number in a double.
-template <typename Decay>
-Factors over_steps(const Progress& progress, Decay decay) {
-  if (progress.delta == 1) return one_step(decay(static_cast<double>(progress.step)));
-  return from_log(
-      sum_of_logs(progress.step - progress.delta + 1, progress.step, [&](double n) { return std::log(decay(n)); }));
 }
 
 Factors constant(In x, const Progress& progress) {
@@ -72,50 +69,40 @@ Factors half_life_fraction(In x, const Progress& progress) {
                               [&](double n) { return -std::numbers::ln2 / half(n); }));
 }
 
-Factors inverse_gamma(In x, const Progress& progress) {
-  return over_steps(progress, [&](double n) {
-    const double epoch = std::max(0.0, (n - 1) - x[4]);
-    return std::min(x[3], std::max(x[2], crowson(epoch, x[0], x[1])));
-  });
+double inverse_gamma(In x, double n) {
+  const double epoch = std::max(0.0, (n - 1) - x[4]);
+  return std::min(x[3], std::max(x[2], crowson(epoch, x[0], x[1])));
 }
 
-Factors warmup(In x, const Progress& progress) {
-  return over_steps(progress, [&](double n) { return std::min(x[0], (1 + n) / (10 + n)); });
+double warmup(In x, double n) {
+  return std::min(x[0], (1 + n) / (10 + n));
 }
 
-Factors tf_warmup(In x, const Progress& progress) {
-  return over_steps(progress, [&](double n) { return std::min(x[0], n / (9 + n)); });
+double tf_warmup(In x, double n) {
+  return std::min(x[0], n / (9 + n));
 }
 
-Factors timm(In x, const Progress& progress) {
-  return over_steps(progress, [&](double n) {
-    const double m = n - x[2] - 1;
-    if (m <= 0) return 0.0;
-    return x[3] == 0 ? x[0] : std::max(std::min(crowson(m, x[4], x[5]), x[0]), x[1]);
-  });
+double timm(In x, double n) {
+  const double m = n - x[2] - 1;
+  if (m <= 0) return 0.0;
+  return x[3] == 0 ? x[0] : std::max(std::min(crowson(m, x[4], x[5]), x[0]), x[1]);
 }
 
-Factors dist_ema(In x, const Progress& progress) {
-  return over_steps(progress, [&](double n) {
-    if (x[1] == 0) return x[0];
-    const double m = std::max(0.0, (n - 1) - x[5] - 1);
-    return std::max(x[3], std::min(crowson(m, x[4], x[2]), x[0]));
-  });
+double dist_ema(In x, double n) {
+  if (x[1] == 0) return x[0];
+  const double m = std::max(0.0, (n - 1) - x[5] - 1);
+  return std::max(x[3], std::min(crowson(m, x[4], x[2]), x[0]));
 }
 
-Factors diffusers(In x, const Progress& progress) {
-  return over_steps(progress, [&](double n) {
-    const double m = n - x[2] - 1;
-    if (m <= 0) return 0.0;
-    return std::max(std::min(x[3] != 0 ? crowson(m, x[4], x[5]) : (1 + m) / (10 + m), x[0]), x[1]);
-  });
+double diffusers(In x, double n) {
+  const double m = n - x[2] - 1;
+  if (m <= 0) return 0.0;
+  return std::max(std::min(x[3] != 0 ? crowson(m, x[4], x[5]) : (1 + m) / (10 + m), x[0]), x[1]);
 }
 
-Factors ema_pytorch(In x, const Progress& progress) {
-  return over_steps(progress, [&](double n) {
-    const double m = n - x[1] - 1;
-    return m <= 0 ? 0.0 : std::min(std::max(crowson(m, x[2], x[3]), x[4]), x[0]);
-  });
+double ema_pytorch(In x, double n) {
+  const double m = n - x[1] - 1;
+  return m <= 0 ? 0.0 : std::min(std::max(crowson(m, x[2], x[3]), x[4]), x[0]);
 }
 
 /// 0 at step 1, 1 from step `steps` on.
@@ -123,13 +110,12 @@ double ramp(double n, double steps) {
   return steps <= 1 ? 1 : std::min(1.0, (n - 1) / (steps - 1));
 }
 
-Factors linear(In x, const Progress& progress) {
-  return over_steps(progress, [&](double n) { return x[0] + (x[1] - x[0]) * ramp(n, x[2]); });
+double linear(In x, double n) {
+  return x[0] + (x[1] - x[0]) * ramp(n, x[2]);
 }
 
-Factors cosine(In x, const Progress& progress) {
-  return over_steps(
-      progress, [&](double n) { return x[1] - (x[1] - x[0]) * (std::cos(std::numbers::pi * ramp(n, x[2])) + 1) / 2; });
+double cosine(In x, double n) {
+  return x[1] - (x[1] - x[0]) * (std::cos(std::numbers::pi * ramp(n, x[2])) + 1) / 2;
 }
 
 Factors mean(In, const Progress& progress) {
@@ -177,58 +163,41 @@ double power_gamma(double sigma_rel) {
   return g;
 }
 
+Factors Kind::factors(std::span<const double> numbers, const Progress& progress) const {
+  if (const auto* const of_update = std::get_if<OfUpdate>(&formula)) return (*of_update)(numbers, progress);
+  const auto decay = [&](double n) { return std::get<OfStep>(formula)(numbers, n); };
+  if (progress.delta == 1) return one_step(decay(static_cast<double>(progress.step)));
+  return from_log(
+      sum_of_logs(progress.step - progress.delta + 1, progress.step, [&](double n) { return std::log(decay(n)); }));
+}
+
 std::span<const Kind> schedule_table() {
   static const std::vector<Kind> table = {
-      {"constant", {{"decay", kDecay}}, constant},
-      {"settable", {{"decay", kDecay}}, constant, /*rising=*/false, /*settable=*/true},
+      {"constant", {kDecay}, constant},
+      {"settable", {kDecay}, constant, /*rising=*/false, /*settable=*/true},
       {"half_life", {{"steps", kPositive}}, half_life_in_steps},
       {"half_life_in_samples", {{"samples", kPositive}}, half_life_in_samples},
       {"half_life_fraction", {{"fraction", kPositive}, {"max_steps", kPositive, kInfinity}}, half_life_fraction},
       {"inverse_gamma",
-       {{"inv_gamma", kPositive, 1},
-        {"power", kPositive, 1},
-        {"min_decay", kDecay, 0},
-        {"max_decay", kDecay, 1},
-        {"start", kCount, 0}},
+       {kInvGamma, {"power", kPositive, 1}, kMinDecay, {"max_decay", kFraction, 1}, {"start", kCount, 0}},
        inverse_gamma},
-      {"warmup", {{"decay", kDecay}}, warmup},
-      {"tf_warmup", {{"decay", kDecay}}, tf_warmup},
-      {"timm",
-       {{"decay", kDecay},
-        {"min_decay", kDecay, 0},
-        {"update_after_step", kCount, 0},
-        {"use_warmup", kFlag, 0},
-        {"gamma", kPositive, 1},
-        {"power", kPositive, 2.0 / 3}},
-       timm},
-      {"dist_ema",
-       {{"decay", kDecay},
-        {"warmup", kFlag, 0},
-        {"power", kPositive, 2.0 / 3},
-        {"min_decay", kDecay, 0},
-        {"inv_gamma", kPositive, 1},
-        {"update_after_step", kCount, 0}},
-       dist_ema},
-      {"diffusers",
-       {{"decay", kDecay},
-        {"min_decay", kDecay, 0},
-        {"update_after_step", kCount, 0},
-        {"use_ema_warmup", kFlag, 0},
-        {"inv_gamma", kPositive, 1},
-        {"power", kPositive, 2.0 / 3}},
-       diffusers},
+      {"warmup", {kDecay}, warmup},
+      {"tf_warmup", {kDecay}, tf_warmup},
+      {"timm", {kDecay, kMinDecay, kAfterStep, {"use_warmup", kFlag, 0}, {"gamma", kPositive, 1}, kPower}, timm},
+      {"dist_ema", {kDecay, {"warmup", kFlag, 0}, kPower, kMinDecay, kInvGamma, kAfterStep}, dist_ema},
+      {"diffusers", {kDecay, kMinDecay, kAfterStep, {"use_ema_warmup", kFlag, 0}, kInvGamma, kPower}, diffusers},
       {"ema_pytorch",
-       {{"beta", kDecay, 0.9999},
+       {{"beta", kFraction, 0.9999},
         {"update_after_step", kCount, 100},
-        {"inv_gamma", kPositive, 1},
-        {"power", kPositive, 2.0 / 3},
-        {"min_value", kDecay, 0}},
+        kInvGamma,
+        kPower,
+        {"min_value", kFraction, 0}},
        ema_pytorch},
-      {"linear", {{"from", kDecay}, {"to", kDecay}, {"steps", kSteps}}, linear},
-      {"cosine", {{"from", kDecay}, {"to", kDecay}, {"steps", kSteps}}, cosine},
+      {"linear", {{"from", kFraction}, {"to", kFraction}, {"steps", kSteps}}, linear},
+      {"cosine", {{"from", kFraction}, {"to", kFraction}, {"steps", kSteps}}, cosine},
       {"mean", {}, mean},
       {"power", {{"sigma_rel", {0, 0.28, false, true}}}, power},
-      {"debiased", {{"decay", kDecay}}, debiased},
+      {"debiased", {kDecay}, debiased},
       {"window", {{"first", kSteps}, {"last", kSteps}}, window, /*rising=*/true},
   };
   return table;

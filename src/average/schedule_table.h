@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "shardow/schedule.h"
@@ -28,11 +29,18 @@ struct Parameter {
 };
 
 struct Kind {
+  using OfUpdate = Factors (*)(std::span<const double> numbers, const Progress& progress);
+  using OfStep = double (*)(std::span<const double> numbers,
+                            double n);  ///< decay of step n, a whole number in a double
+
   std::string_view name;
   std::vector<Parameter> parameters;
-  Factors (*factors)(std::span<const double> numbers, const Progress& progress);
+  std::variant<OfUpdate, OfStep> formula;
   bool rising = false;    ///< no number may be below the one before
   bool settable = false;  ///< its number is state, which set_decay() changes; key() lacks it
+
+  /// Returns those of an update: a formula of steps gives the product of the decays since the last update.
+  Factors factors(std::span<const double> numbers, const Progress& progress) const;
 };
 
 std::span<const Kind> schedule_table();

@@ -101,10 +101,16 @@ void Average::Impl::apply(UpdateReport& report, int64_t step, double samples, st
   report.bytes_moved = bytes_per_update;
   NonFiniteCount count;
   if (launch == Launch::kNow) {
-    prepare_noise(planned);  // may lack memory, which the caller hears at once
+    for (const auto& backend : bound.backends) {
+      if (draws_by_runs(planned)) backend->prepare_noise();  // may lack memory, which the caller hears at once
+    }
     for (const auto& offload : bound.offloads) offload->begin();
     if (!options.overlap) count = dispatch(planned);
-    if (worker_) begin_background(planned, counters);
+    if (worker_) {
+      const bool changed = !options.overlap && !bound.backends.empty();  // what is not in the background is averaged
+      under_way_ = UnderWay{.step = planned, .before = counters, .changed = changed};
+      worker_->begin([this] { work(); });  // one pointer: nothing allocates
+    }
   } else {
     count = prepare(planned, draws_by_runs(planned));
   }
@@ -163,34 +169,26 @@ kernels::Step Average::Impl::plan_step(int64_t step, double samples, std::span<c
 }
 
 kernels::Step::One Average::Impl::plan_one(const Factors& factors) const {
+  constexpr Form kForms[] = {
+      Form::kLerp,       Form::kMulAdd,          Form::kTwoProducts,
+      Form::kDifference, Form::kFusedDifference, Form::kQuotient};  // of the rules, in their order
   const auto [decay, weight] = factors;
-  switch (options.rule) {
-    case Rule::kMulAdd: return {Form::kMulAdd, decay, weight};
-    case Rule::kTwoProducts: return {Form::kTwoProducts, decay, weight};
-    case Rule::kDifference: return {Form::kDifference, decay, weight};
-    case Rule::kFusedDifference: return {Form::kFusedDifference, decay, weight};
-    case Rule::kQuotient: return {Form::kQuotient, decay, weight};
-    case Rule::kLerp: break;
+  Form form = kForms[static_cast<size_t>(options.rule)];
+  if (form == Form::kLerp) {
+    const bool stochastic =
+        options.rounding == Rounding::kStochastic || (options.rounding == Rounding::kAuto && weight < kStochasticBelow);
+    if (stochastic && weight > 0) form = Form::kStochastic;
+    if (weight == 1) form = Form::kCopy;
   }
-  if (weight == 1) return {Form::kCopy, decay, weight};
-  const bool stochastic =
-      options.rounding == Rounding::kStochastic || (options.rounding == Rounding::kAuto && weight < kStochasticBelow);
-  return {stochastic && weight > 0 ? Form::kStochastic : Form::kLerp, decay, weight};
+  return {form, decay, weight};
 }
 
 bool Average::Impl::draws_by_runs(const kernels::Step& step) const {
-  const auto needs_runs = [](const kernels::Step::One& one) {
-    return one.form == Form::kStochastic || one.form == Form::kLerp;
+  const bool narrow = dtype_bits(options.dtype) == 16;
+  const auto draws = [&](const kernels::Step::One& one) {
+    return one.form == Form::kStochastic || (narrow && one.form == Form::kLerp);
   };
-  const bool narrow = options.dtype == DType::kBF16 || options.dtype == DType::kF16;
-  const std::span<const kernels::Step::One> used(step.averages.data(), options.schedules.size());
-  return std::any_of(used.begin(), used.end(),
-                     [&](const auto& one) { return narrow ? needs_runs(one) : one.form == Form::kStochastic; });
-}
-
-void Average::Impl::prepare_noise(const kernels::Step& step) {
-  if (!draws_by_runs(step)) return;
-  for (const auto& backend : bound.backends) backend->prepare_noise();
+  return std::any_of(step.averages.begin(), step.averages.begin() + step.num_averages, draws);
 }
 
 NonFiniteCount Average::Impl::dispatch(const kernels::Step& step) {

@@ -1,4 +1,4 @@
-// Two tables over the closed set. No default label: the compiler names the code that a change forgot.
+// One table over the closed set. No default label: the compiler names the code that a change forgot.
 #include "base/errors.h"
 
 namespace shardow {
@@ -19,36 +19,20 @@ Error::Error(Code code, const std::string& message, int os_errno)
 
 namespace shardow::base {
 
-const char* code_name(Code code) noexcept {
+CodeRow row_of(Code code) noexcept {
   switch (code) {
-    case Code::kInvalidArgument: return "invalid_argument";
-    case Code::kNotFound: return "not_found";
-    case Code::kCorrupt: return "corrupt";
-    case Code::kUnsupported: return "unsupported";
-    case Code::kIo: return "io";
-    case Code::kOutOfSpace: return "out_of_space";
-    case Code::kOutOfMemory: return "out_of_memory";
-    case Code::kTimeout: return "timeout";
-    case Code::kPeerFailed: return "peer_failed";
-    case Code::kInternal: return "internal";
+    case Code::kInvalidArgument: return {"invalid_argument", 2, "the call is wrong, or does not fit the files"};
+    case Code::kNotFound: return {"not_found", 3, "no such file or tensor"};
+    case Code::kCorrupt: return {"corrupt", 4, "a file contradicts its format or its checksums"};
+    case Code::kUnsupported: return {"unsupported", 5, "valid, but not possible here"};
+    case Code::kIo: return {"io", 6, "the operating system refused to read or write"};
+    case Code::kOutOfSpace: return {"out_of_space", 7, "the disk or a quota is full"};
+    case Code::kOutOfMemory: return {"out_of_memory", 11, "out of memory"};
+    case Code::kTimeout: return {"timeout", 8, "a deadline passed"};
+    case Code::kPeerFailed: return {"peer_failed", 9, "another process failed"};
+    case Code::kInternal: break;
   }
-  return "internal";
-}
-
-int exit_code(Code code) noexcept {
-  switch (code) {
-    case Code::kInvalidArgument: return 2;
-    case Code::kNotFound: return 3;
-    case Code::kCorrupt: return 4;
-    case Code::kUnsupported: return 5;
-    case Code::kIo: return 6;
-    case Code::kOutOfSpace: return 7;
-    case Code::kTimeout: return 8;
-    case Code::kPeerFailed: return 9;
-    case Code::kInternal: return 10;
-    case Code::kOutOfMemory: return 11;
-  }
-  return 10;
+  return {"internal", 10, "a bug in shardow"};
 }
 
 }  // namespace shardow::base

@@ -1,6 +1,6 @@
 // How the engine throws: one line, a code from the closed set and a message that names what disagrees.
 //
-// code_name() and exit_code() are the one translation of a code to text and to a process's exit status.
+// row_of() is the one translation of a code to text and to a process's exit status.
 #pragma once
 
 #include <fmt/format.h>
@@ -17,11 +17,20 @@ template <typename... Args>
   throw Error(code, fmt::format(message, std::forward<Args>(args)...));
 }
 
-/// "invalid_argument" and so on, as Python and the command line spell it.
-const char* code_name(Code code) noexcept;
+/// A code of the closed set, for others.
+struct CodeRow {
+  const char* name;  ///< "invalid_argument" and so on, as Python and the command line spell it
+  int exit_code;     ///< of the command line: 2 for wrong calls, 3 and up for the rest; never 0, 1 (a failed check) or
+                     ///< above 125 (the shell's own)
+  const char* meaning;
+};
+CodeRow row_of(Code code) noexcept;
 
-/// What the command line exits with: 2 for wrong calls, 3 and up for the rest; never 0, 1 (a failed check) or above 125
-/// (the shell's own).
-int exit_code(Code code) noexcept;
+inline const char* code_name(Code code) noexcept {
+  return row_of(code).name;
+}
+inline int exit_code(Code code) noexcept {
+  return row_of(code).exit_code;
+}
 
 }  // namespace shardow::base

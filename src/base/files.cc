@@ -21,6 +21,7 @@ namespace {
 constexpr size_t kMostBytes = size_t{1} << 30;  // per call: Linux moves 0x7ffff000 at most
 
 std::atomic<void (*)()> room_maker{nullptr};
+thread_local Syscalls* passed_in = nullptr;
 
 /// Calls `call` until it is not interrupted.
 template <class Call>
@@ -51,6 +52,19 @@ struct stat stat_or_fail(int fd, const Path& path) {
 }
 
 }  // namespace
+
+Syscalls& syscalls() noexcept {
+  static Syscalls machine;
+  return passed_in != nullptr ? *passed_in : machine;
+}
+
+CallsTo::CallsTo(Syscalls* calls) noexcept : before_(passed_in) {
+  if (calls != nullptr) passed_in = calls;
+}
+
+CallsTo::~CallsTo() {
+  passed_in = before_;
+}
 
 int Syscalls::list(const char* path, std::vector<std::string>* names) {
   const std::unique_ptr<DIR, int (*)(DIR*)> open(::opendir(path), &::closedir);

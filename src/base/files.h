@@ -1,6 +1,6 @@
 // Files: handles that close themselves, calls that finish what they began, errors that say path and reason.
 //
-// Syscalls is the one seam between shardow and the kernel's files (seam.h): tests pass in a failing disk. A file stays
+// Syscalls is the one seam between shardow and the kernel's files: tests pass in a failing disk. A file stays
 // with the one that it was opened through.
 #pragma once
 
@@ -19,7 +19,6 @@
 #include <string>
 #include <vector>
 
-#include "base/seam.h"
 #include "shardow/error.h"
 
 namespace shardow::base {
@@ -60,9 +59,20 @@ class Syscalls {
   virtual bool left_one() const noexcept { return false; }
 };
 
-inline Syscalls& syscalls() noexcept {  ///< where this thread's calls go
-  return Seam<Syscalls>::here();
-}
+Syscalls& syscalls() noexcept;  ///< where this thread's calls go
+
+/// What this thread does until the end of the scope goes to `calls`; null: where it went before. What other threads do
+/// does not.
+class CallsTo {
+ public:
+  explicit CallsTo(Syscalls* calls) noexcept;
+  ~CallsTo();
+  CallsTo(const CallsTo&) = delete;
+  CallsTo& operator=(const CallsTo&) = delete;
+
+ private:
+  Syscalls* const before_;
+};
 
 /// Throws what `error` means: kNotFound, kOutOfSpace (disk or quota), kOutOfMemory or kIo, with "path: what: strerror".
 [[noreturn]] void fail_io(int error, const Path& path, const char* what);

@@ -1,19 +1,17 @@
 // The same tensors in other files: another dtype, another number of files, other names. Bytes go from file to file,
 // chunk by chunk.
 #include <algorithm>
+#include <atomic>
 
 #include "base/errors.h"
-#include "base/mutex.h"
 #include "cli/exit_status.h"
 #include "cli/lanes.h"
 #include "cli/output.h"
 #include "cli/renames.h"
 #include "cli/sources.h"
 #include "file/call.h"
-#include "file/crc.h"
+#include "file/load.h"
 #include "file/model_texts.h"
-#include "tensor/dtype.h"
-#include "tensor/runs.h"
 
 namespace shardow::cli {
 namespace {
@@ -27,54 +25,19 @@ struct ConvertOptions {
   int threads = 0;
 };
 
-/// Reads parts of tensors by their new names, and compares each tensor with its checksum when all of it was read.
-class Parts {
- public:
-  Parts(const Checkpoint& checkpoint, const std::map<std::string, std::string>& old_names)
-      : checkpoint_(checkpoint), old_names_(old_names) {}
+/// Returns the index of a tensor among those of its checkpoint.
+size_t place_of(const file::Catalog& catalog, const file::Stored& stored) {
+  return static_cast<size_t>(&stored - &*catalog.tensors.begin());
+}
 
-  void read(const TensorView& wanted) {
-    check_interrupted();
-    const std::string& name = old_names_.at(wanted.name);
-    checkpoint_.read({name, wanted.dtype, wanted.region, wanted.data});
-    const StoredTensor tensor = checkpoint_.tensor(name);
-    if (!tensor.crc32 || dtype_bits(tensor.dtype) < 8) return;
-    const int64_t width = dtype_bits(tensor.dtype) / 8;
-    Sum part;
-    RunCursor runs(wanted.region);
-    while (const auto run = runs.next()) {
-      const auto* const begin = static_cast<const std::byte*>(wanted.data) + run->local_begin * width;
-      const uint32_t crc = file::crc32(0, {begin, static_cast<size_t>(run->length * width)});
-      part.crc ^= file::crc32_contribution(crc, tensor.bytes - (run->global_begin + run->length) * width);
-      part.bytes += run->length * width;
-    }
-    add(name, tensor, part);
-  }
-
- private:
-  struct Sum {
-    uint32_t crc = 0;
-    int64_t bytes = 0;
-  };
-
-  void add(const std::string& name, const StoredTensor& tensor, const Sum& part) {
-    const base::Lock lock(mutex_);
-    Sum& sum = sums_[name];
-    sum.crc ^= part.crc;
-    sum.bytes += part.bytes;
-    if (sum.bytes < tensor.bytes) return;
-    if (sum.crc != *tensor.crc32) {
+/// `crcs`: of all that was read, by tensor.
+void check_bytes(const file::Catalog& catalog, const std::vector<uint64_t>& crcs) {
+  for (const file::Stored& stored : catalog.tensors) {
+    if (const uint64_t crc = crcs[place_of(catalog, stored)]; stored.crc && crc != *stored.crc)
       base::fail(Code::kCorrupt, "{}: '{}': its bytes have the CRC-32 {:08x}, the header says {:08x}",
-                 checkpoint_.files()[tensor.file].path.string(), name, sum.crc, *tensor.crc32);
-    }
-    sums_.erase(name);
+                 catalog.files[stored.file].file->path().string(), stored.entry.name, crc, *stored.crc);
   }
-
-  const Checkpoint& checkpoint_;
-  const std::map<std::string, std::string>& old_names_;
-  base::Mutex mutex_;
-  std::map<std::string, Sum> sums_ SHARDOW_GUARDED_BY(mutex_);
-};
+}
 
 int convert(const ConvertOptions& options) {
   const Checkpoint checkpoint = open_one(options.input);
@@ -84,7 +47,8 @@ int convert(const ConvertOptions& options) {
     const StoredTensor tensor = checkpoint.tensor(old_name);
     views.push_back({name, tensor.dtype, Region::whole(tensor.shape), nullptr});
   }
-  Parts parts(checkpoint, old_names);
+  const file::Catalog& catalog = file::Inside::of(checkpoint);
+  std::vector<uint64_t> crcs(catalog.tensors.size(), 0);  // changed through std::atomic_ref
   SaveOptions save_options;
   save_options.dtype = options.output.file_dtype();
   save_options.max_shard_size = options.output.shard_bytes();
@@ -92,7 +56,13 @@ int convert(const ConvertOptions& options) {
   save_options.texts = file::model_texts(checkpoint, options.output.path);
   save_options.progress = watched("convert");
   file::Producer producer;
-  producer.read = [&](const TensorView& wanted) { parts.read(wanted); };
+  producer.read = [&](const TensorView& wanted) {
+    check_interrupted();
+    const file::Stored& stored = catalog.find(old_names.at(wanted.name));
+    const uint64_t sum = file::read_summed(catalog, stored, wanted, stored.crc.has_value());
+    std::atomic_ref(crcs[place_of(catalog, stored)]).fetch_xor(sum);
+  };
+  producer.check = [&] { check_bytes(catalog, crcs); };
   producer.threads = std::min(options.threads, kMostWriters);
   const auto request = [&] { return file::Request{{{"", views}}, options.output.path, save_options}; };
   const SaveReport report = file::SaveCall{request, &producer}.begin(*solo(), save_options.timeout)->write();

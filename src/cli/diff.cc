@@ -4,7 +4,6 @@
 #include <cmath>
 #include <functional>
 #include <map>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -52,15 +51,24 @@ struct Deviation {
   }
 };
 
+/// A tensor on one side.
+struct Place {
+  const file::Catalog* catalog;
+  const file::Stored* stored;
+
+  const file::Entry& entry() const noexcept { return stored->entry; }
+  int64_t bytes() const noexcept { return entry().end - entry().begin; }
+  file::Opened& file() const { return *catalog->files[stored->file].file; }
+};
+
 /// A tensor that both have.
 struct Pair {
   std::string name;
-  const file::Catalog *catalog_a, *catalog_b;
-  const file::Stored *a, *b;
+  Place a, b;
   bool read = false;  ///< the same shape, and numbers or at least bytes that can be compared
   Deviation deviation = {};
 
-  bool differs() const noexcept { return !read || a->entry.dtype != b->entry.dtype || !deviation.equal_bytes; }
+  bool differs() const noexcept { return !read || a.entry().dtype != b.entry().dtype || !deviation.equal_bytes; }
 };
 
 struct Comparison {
@@ -73,30 +81,21 @@ struct Comparison {
   }
 };
 
-struct Place {
-  const file::Catalog* catalog;
-  const file::Stored* stored;
-};
-
-/// Whether tensors of several of them have one name, so that files have to be told apart.
-bool are_ambiguous(const std::vector<Source>& sources) {
-  std::set<std::string_view> names;
-  size_t count = 0;
-  for (const Source& source : sources) {
-    for (const file::Stored& one : file::Inside::of(source.checkpoint).tensors) names.insert(one.entry.name);
-    count += file::Inside::of(source.checkpoint).tensors.size();
-  }
-  return names.size() < count;
-}
-
 std::map<std::string, Place> places(const std::vector<Source>& sources, bool with_labels) {
   std::map<std::string, Place> all;
   for (const Source& source : sources) {
-    for (const file::Stored& one : file::Inside::of(source.checkpoint).tensors)
-      all.emplace(with_labels ? full_name(source, one.entry.name) : one.entry.name,
-                  Place{&file::Inside::of(source.checkpoint), &one});
+    const file::Catalog& catalog = file::Inside::of(source.checkpoint);
+    for (const file::Stored& stored : catalog.tensors)
+      all.emplace(with_labels ? full_name(source, stored.entry.name) : stored.entry.name, Place{&catalog, &stored});
   }
   return all;
+}
+
+/// Whether tensors of several of them have one name, so that files have to be told apart.
+bool are_ambiguous(const std::vector<Source>& sources) {
+  size_t count = 0;
+  for (const Source& source : sources) count += file::Inside::of(source.checkpoint).tensors.size();
+  return places(sources, false).size() < count;
 }
 
 bool has_a_model(const std::vector<Source>& sources) {
@@ -141,18 +140,18 @@ struct Chunks {
   /// Calls work(count) for one chunk after the other, until it returns false.
   template <class Work>
   void for_each(const Work& work) {
-    const int64_t size = Region::whole(pair.a->entry.shape).size();
+    const int64_t size = Region::whole(pair.a.entry().shape).size();
     for (int64_t begin = 0; begin < size; begin += kMostElements) {
       check_interrupted();
       const int64_t end = std::min(begin + kMostElements, size);
-      read_elements(*pair.catalog_a, *pair.a, begin, end, a);
-      read_elements(*pair.catalog_b, *pair.b, begin, end, b);
+      read_elements(*pair.a.catalog, *pair.a.stored, begin, end, a);
+      read_elements(*pair.b.catalog, *pair.b.stored, begin, end, b);
       if (!work(end - begin)) return;
     }
   }
 
   void add_numbers(int64_t count) {
-    const DType dtype_a = pair.a->entry.dtype, dtype_b = pair.b->entry.dtype;
+    const DType dtype_a = pair.a.entry().dtype, dtype_b = pair.b.entry().dtype;
     const int64_t parts = dtype_a == DType::kC64 ? 2 : 1;
     std::array<long double, kMostNumbers> x, y;
     for (int64_t begin = 0; begin < count; begin += kMostNumbers / parts) {
@@ -168,7 +167,7 @@ struct Chunks {
 /// the bytes that are done.
 template <class Told>
 void compare_pair(Pair& pair, const Told& told) {
-  const file::Entry &a = pair.a->entry, &b = pair.b->entry;
+  const file::Entry &a = pair.a.entry(), &b = pair.b.entry();
   Chunks chunks{pair};
   int64_t done = 0, passed = 0;
   const auto advance = [&](int64_t count) {
@@ -194,8 +193,8 @@ void compare_pair(Pair& pair, const Told& told) {
       return true;
     });
   }
-  pair.catalog_a->files[pair.a->file].file->check_unchanged();
-  pair.catalog_b->files[pair.b->file].file->check_unchanged();
+  pair.a.file().check_unchanged();
+  pair.b.file().check_unchanged();
 }
 
 /// What can be told from headers. Tensors are compared by name, whatever their files are called; where several files of
@@ -214,8 +213,7 @@ Comparison compare_names(const std::vector<Source>& a, const std::vector<Source>
       found.only_a.push_back(name);
       continue;
     }
-    const bool read = can_read(place.stored->entry, other->second.stored->entry);
-    found.pairs.push_back({name, place.catalog, other->second.catalog, place.stored, other->second.stored, read});
+    found.pairs.push_back({name, place, other->second, can_read(place.entry(), other->second.entry())});
   }
   for (const auto& [name, place] : in_b) {
     if (!in_a.contains(name)) found.only_b.push_back(name);
@@ -231,7 +229,7 @@ void compare_values(Comparison& comparison, int lanes, const std::function<void(
   for (Pair& pair : comparison.pairs) {
     if (!pair.read) continue;
     pairs.push_back(&pair);
-    total += pair.a->entry.end - pair.a->entry.begin + pair.b->entry.end - pair.b->entry.begin;
+    total += pair.a.bytes() + pair.b.bytes();
   }
   std::atomic<int64_t> done{0};
   const auto work = [&](int64_t number, int lane) {
@@ -257,7 +255,7 @@ std::vector<const Pair*> by_difference(const Comparison& comparison) {
 }
 
 std::string what_differs(const Pair& pair) {
-  const auto &a = pair.a->entry, &b = pair.b->entry;
+  const file::Entry &a = pair.a.entry(), &b = pair.b.entry();
   if (a.shape != b.shape) return fmt::format("shape {} and {}", shown_shape(a.shape), shown_shape(b.shape));
   std::string text;
   if (a.dtype != b.dtype) text = fmt::format("{} and {}", dtype_name(a.dtype), dtype_name(b.dtype));
@@ -290,7 +288,7 @@ void print_text(const Comparison& comparison, const DiffOptions& options) {
 
 Json as_json(const Pair& pair) {
   const Deviation& d = pair.deviation;
-  const file::Entry &a = pair.a->entry, &b = pair.b->entry;
+  const file::Entry &a = pair.a.entry(), &b = pair.b.entry();
   Json values = nullptr;
   if (pair.read && has_values(a.dtype))
     values = Json::object({{"numbers", d.elements},

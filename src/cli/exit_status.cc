@@ -13,22 +13,6 @@
 namespace shardow::cli {
 namespace {
 
-const char* meaning(Code code) {
-  switch (code) {
-    case Code::kInvalidArgument: return "the call is wrong, or does not fit the files";
-    case Code::kNotFound: return "no such file or tensor";
-    case Code::kCorrupt: return "a file contradicts its format or its checksums";
-    case Code::kUnsupported: return "valid, but not possible here";
-    case Code::kIo: return "the operating system refused to read or write";
-    case Code::kOutOfSpace: return "the disk or a quota is full";
-    case Code::kOutOfMemory: return "out of memory";
-    case Code::kTimeout: return "a deadline passed";
-    case Code::kPeerFailed: return "another process failed";
-    case Code::kInternal: return "a bug in shardow";
-  }
-  return "";
-}
-
 std::vector<std::string> published;  // what is in its place, whatever else goes wrong
 
 int report(Code code, std::string message, bool json) {
@@ -64,8 +48,8 @@ std::string exit_status_table() {
   std::map<int, std::string> rows = {{0, "done; verify: all is well; diff: no difference"},
                                      {kDifferent, "verify: something is wrong; diff: something differs"}};
   for (int i = 0; i <= static_cast<int>(Code::kInternal); ++i) {
-    const auto code = static_cast<Code>(i);
-    rows[base::exit_code(code)] = fmt::format("{}: {}", base::code_name(code), meaning(code));
+    const auto [name, status, meaning] = base::row_of(static_cast<Code>(i));
+    rows[status] = fmt::format("{}: {}", name, meaning);
   }
   std::string table;
   for (const auto& [status, text] : rows) table += fmt::format("  {:>2}  {}\n", status, text);

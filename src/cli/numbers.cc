@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
 
 #include "cli/terminal.h"
 #include "file/layout.h"
@@ -49,27 +50,20 @@ double small_float(unsigned bits, int mantissa, int bias, bool ieee, bool fnuz) 
 
 using Table = std::array<double, 256>;
 
-template <class Fn>
-Table table_of(Fn value) {
-  Table table{};
-  for (unsigned i = 0; i < 256; ++i) table[i] = value(i);
-  return table;
-}
-
+/// Returns the values of all bytes of a float of 8 bits.
 const Table& table_for(DType dtype) {
-  static const Table e5m2 = table_of([](unsigned i) { return small_float(i, 2, 15, true, false); });
-  static const Table e4m3 = table_of([](unsigned i) { return small_float(i, 3, 7, false, false); });
-  static const Table e5m2fnuz = table_of([](unsigned i) { return small_float(i, 2, 16, false, true); });
-  static const Table e4m3fnuz = table_of([](unsigned i) { return small_float(i, 3, 8, false, true); });
-  static const Table e8m0 =
-      table_of([](unsigned i) { return i == 255 ? std::nan("") : std::ldexp(1.0, static_cast<int>(i) - 127); });
-  switch (dtype) {
-    case DType::kF8E5M2: return e5m2;
-    case DType::kF8E4M3: return e4m3;
-    case DType::kF8E5M2Fnuz: return e5m2fnuz;
-    case DType::kF8E4M3Fnuz: return e4m3fnuz;
-    default: return e8m0;
-  }
+  static const std::map<DType, Table> tables = [] {
+    std::map<DType, Table> made;
+    for (unsigned i = 0; i < 256; ++i) {
+      made[DType::kF8E5M2][i] = small_float(i, 2, 15, true, false);
+      made[DType::kF8E4M3][i] = small_float(i, 3, 7, false, false);
+      made[DType::kF8E5M2Fnuz][i] = small_float(i, 2, 16, false, true);
+      made[DType::kF8E4M3Fnuz][i] = small_float(i, 3, 8, false, true);
+      made[DType::kF8E8M0][i] = i == 255 ? std::nan("") : std::ldexp(1.0, static_cast<int>(i) - 127);
+    }
+    return made;
+  }();
+  return tables.at(dtype);
 }
 
 }  // namespace
@@ -94,19 +88,11 @@ void to_numbers(const std::byte* from, DType dtype, long double* to, int64_t cou
     case DType::kU32: return convert<uint32_t>(from, to, count);
     case DType::kI64: return convert<int64_t>(from, to, count);
     case DType::kU64: return convert<uint64_t>(from, to, count);
-    case DType::kF8E5M2:
-    case DType::kF8E4M3:
-    case DType::kF8E8M0:
-    case DType::kF8E4M3Fnuz:
-    case DType::kF8E5M2Fnuz: {
-      const Table& table = table_for(dtype);
-      for (int64_t i = 0; i < count; ++i) to[i] = table[static_cast<uint8_t>(from[i])];
-      return;
-    }
-    case DType::kF4:
-    case DType::kF6E2M3:
-    case DType::kF6E3M2: return;
+    default: break;
   }
+  if (!has_values(dtype)) return;
+  const Table& table = table_for(dtype);
+  for (int64_t i = 0; i < count; ++i) to[i] = table[static_cast<uint8_t>(from[i])];
 }
 
 void read_elements(const file::Catalog& catalog, const file::Stored& stored, int64_t begin, int64_t end,

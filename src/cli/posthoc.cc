@@ -1,6 +1,8 @@
 // Averages with a profile that is chosen after training: posthoc/posthoc.h from the command line.
 #include "posthoc/posthoc.h"
 
+#include <sstream>
+
 #include "base/errors.h"
 #include "cli/exit_status.h"
 #include "cli/output.h"
@@ -36,12 +38,8 @@ int sweep(const PosthocOptions& options) {
 }
 
 void print_plan(const posthoc::Plan& plan, const MergeReport& report, const OutputOptions& output) {
-  const std::string text = posthoc::describe(plan);
-  size_t begin = 0;  // line by line: paths in it are somebody's
-  for (size_t end = text.find('\n'); begin < text.size(); begin = end + 1, end = text.find('\n', begin)) {
-    if (end == std::string::npos) end = text.size();
-    print("{}\n", shown(std::string_view(text).substr(begin, end - begin)));
-  }
+  std::istringstream lines(posthoc::describe(plan));  // one by one: paths in them are somebody's
+  for (std::string line; std::getline(lines, line);) print("{}\n", shown(line));
   if (output.path.empty()) return;
   print_written(output, report.averaged.size() + report.taken.size(), report);
 }

@@ -69,7 +69,7 @@ TEST_F(Checkpoints, WhoseProgressCannotBeToldIsOneErrorForAllAtOnce) {
     };
     for (const bool random_writes : {true, false}) {
       FrontToEnd storage;
-      machine_.syscalls = random_writes ? nullptr : &storage;
+      machine_ = random_writes ? nullptr : &storage;
       version = 7;
       SaveOptions options;
       options.progress = tell;
@@ -77,7 +77,7 @@ TEST_F(Checkpoints, WhoseProgressCannotBeToldIsOneErrorForAllAtOnce) {
       version = 0;
       EXPECT_EQ(bytes_of(folder_ / "a.safetensors"), before);
       EXPECT_EQ(names(), std::set<std::string>{"a.safetensors"});
-      machine_.syscalls = nullptr;
+      machine_ = nullptr;
     }
     EXPECT_EQ(on_ranks(3,
                        [&](Group& group) {

@@ -10,6 +10,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -253,37 +254,11 @@ Versions unpack(std::string_view bytes) {
   return versions;
 }
 
-using Checksum = std::pair<std::string, uint32_t>;
+using Checksums = std::unordered_map<std::string, uint32_t>;
 
-std::string_view name_of(const Checksum& one) {
-  return one.first;
-}
-
-std::string_view name_of(const Stored& one) {
-  return one.entry.name;
-}
-
-/// By names. Of one name the first stays.
-template <class T>
-void order(std::vector<T>& all) {
-  const auto before = [](const T& a, const T& b) { return name_of(a) < name_of(b); };
-  const auto not_before = [&](const T& a, const T& b) { return !before(a, b); };
-  if (std::adjacent_find(all.begin(), all.end(), not_before) == all.end()) return;  // as most stand
-  std::stable_sort(all.begin(), all.end(), before);
-  const auto same = [](const T& a, const T& b) { return name_of(a) == name_of(b); };
-  all.erase(std::unique(all.begin(), all.end(), same), all.end());
-}
-
-/// The one of a name, null where there is none.
-template <class T>
-const T* find_in(const std::vector<T>& ordered, std::string_view name) {
-  const auto at = std::lower_bound(ordered.begin(), ordered.end(), name,
-                                   [](const T& a, std::string_view b) { return name_of(a) < b; });
-  return at == ordered.end() || name_of(*at) != name ? nullptr : &*at;
-}
-
-std::vector<Checksum> checksums_in(const Metadata& metadata, const std::string& where) {
-  std::vector<Checksum> found;
+/// By tensor. Of one name the first stays.
+Checksums checksums_in(const Metadata& metadata, const std::string& where) {
+  Checksums found;
   const auto text = metadata.find(kChecksums);
   if (text == metadata.end()) return found;
   constexpr size_t kDigits = 10;  // with their quotes
@@ -294,11 +269,10 @@ std::vector<Checksum> checksums_in(const Metadata& metadata, const std::string& 
     const bool is_text = value.size() == kDigits && value.front() == '"' && value.back() == '"';
     if (!is_text || std::from_chars(value.data() + 1, value.data() + 9, crc, 16).ptr != value.data() + 9)
       fail(Code::kCorrupt, "{}: the checksum of '{}' is not 8 hexadecimal digits", where, members.key());
-    found.emplace_back(members.key(), crc);
+    found.emplace(members.key(), crc);
   }
   if (!members.error().empty())
     fail(Code::kCorrupt, "{}: {} is no JSON object: {}", where, kChecksums, members.error());
-  order(found);
   return found;
 }
 
@@ -310,12 +284,11 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
   for (size_t f = begin; f < end; ++f) {
     const Raw::Text& file = raw.files[f];
     Header header = parse_header(file.json, file.data_bytes, file.path);
-    const std::vector<Checksum> crcs = checksums_in(header.metadata, file.path);
+    const Checksums crcs = checksums_in(header.metadata, file.path);
     header.metadata.erase(kChecksums);
     const auto written_by = header.metadata.extract(kWrittenBy);
     catalog.files.push_back({raw.opened[f], header.data_begin, std::move(header.metadata),
                              written_by.empty() ? std::string() : written_by.mapped()});
-    size_t next = 0;  // of the checksums: as most stand
     if (f == begin) tensors.reserve(header.entries.size());
     for (Entry& entry : header.entries) {
       if (raw.weights) {
@@ -323,10 +296,8 @@ Catalog to_catalog(const Raw& raw, const std::string& path, size_t begin, size_t
         if (said == raw.weights->end() || said->second != Path(file.path).filename().string())
           continue;  // the index does not name it: it is not there
       }
-      const Checksum* const crc =
-          next < crcs.size() && crcs[next].first == entry.name ? &crcs[next] : find_in(crcs, entry.name);
-      if (crc != nullptr) next = static_cast<size_t>(crc - crcs.data()) + 1;
-      tensors.push_back({f - begin, std::move(entry), crc == nullptr ? std::nullopt : std::optional(crc->second)});
+      const auto crc = crcs.find(entry.name);
+      tensors.push_back({f - begin, std::move(entry), crc == crcs.end() ? std::nullopt : std::optional(crc->second)});
     }
   }
   catalog.tensors = StoredTensors(std::move(tensors));
@@ -430,11 +401,18 @@ const Stored& Catalog::find(std::string_view name) const {
 }
 
 StoredTensors::StoredTensors(std::vector<Stored> all) : all_(std::move(all)) {
-  order(all_);
+  const auto before = [](const Stored& a, const Stored& b) { return a.entry.name < b.entry.name; };
+  const auto not_before = [&](const Stored& a, const Stored& b) { return !before(a, b); };
+  if (std::adjacent_find(all_.begin(), all_.end(), not_before) == all_.end()) return;  // as most stand
+  std::stable_sort(all_.begin(), all_.end(), before);
+  const auto same = [](const Stored& a, const Stored& b) { return a.entry.name == b.entry.name; };
+  all_.erase(std::unique(all_.begin(), all_.end(), same), all_.end());
 }
 
 const Stored* StoredTensors::find(std::string_view name) const noexcept {
-  return find_in(all_, name);
+  const auto before = [](const Stored& a, std::string_view b) { return a.entry.name < b; };
+  const auto at = std::lower_bound(all_.begin(), all_.end(), name, before);
+  return at == all_.end() || at->entry.name != name ? nullptr : &*at;
 }
 
 Catalogs Finding::run(group::CollectiveCall& call) const {

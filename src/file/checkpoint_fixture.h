@@ -13,8 +13,8 @@
 #include <span>
 #include <thread>
 
+#include "base/files.h"
 #include "base/folder_fixture.h"
-#include "file/environment.h"
 #include "shardow/checkpoint.h"
 #include "shardow/error.h"
 #include "tensor/dtype.h"
@@ -142,13 +142,13 @@ inline std::vector<TensorView> views_of(std::vector<Held>& held, const Device& d
 
 /// Runs fn(group) on `ranks` threads; the code with which each ended, kInternal + 1 for none.
 constexpr int kFine = -1;
-inline std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn, const Environment& machine = {}) {
+inline std::vector<int> on_ranks(int ranks, const std::function<void(Group&)>& fn, base::Syscalls* machine = nullptr) {
   auto groups = threads(ranks);
   std::vector<int> codes(static_cast<size_t>(ranks), kFine);
   std::vector<std::thread> running;
   for (int rank = 0; rank < ranks; ++rank) {
     running.emplace_back([&, rank] {
-      const file::InEnvironment here(&machine);
+      const base::CallsTo here(machine);
       try {
         fn(*groups[static_cast<size_t>(rank)]);
       } catch (const Error& error) {
@@ -201,9 +201,9 @@ class Checkpoints : public InFolder {
     return found;
   }
 
-  Environment machine_;               ///< of all ranks
-  Device device_;                     ///< of all tensors, whose memory is the host's
-  std::vector<Spec> specs_ = kSpecs;  ///< of what is saved and loaded
+  base::Syscalls* machine_ = nullptr;  ///< of all ranks; null: the machine's own
+  Device device_;                      ///< of all tensors, whose memory is the host's
+  std::vector<Spec> specs_ = kSpecs;   ///< of what is saved and loaded
 };
 
 inline const std::vector<std::pair<const char*, Sharding>> kShardings = {

@@ -189,7 +189,7 @@ TEST_F(Checkpoints, OfSmallTensorsIsWrittenAndReadInFewCalls) {
   };
   for (const int ranks : {1, 2}) {
     Counted calls;
-    machine_.syscalls = &calls;
+    machine_ = &calls;
     ASSERT_EQ(on_ranks(ranks,
                        [&](Group& group) {
                          auto held = small(true);
@@ -206,7 +206,7 @@ TEST_F(Checkpoints, OfSmallTensorsIsWrittenAndReadInFewCalls) {
                        }),
               all(ranks, kFine));
     EXPECT_LT(calls.reads, 20);
-    machine_.syscalls = nullptr;
+    machine_ = nullptr;
   }
 }
 
@@ -227,7 +227,7 @@ TEST_F(Checkpoints, OfMoreFilesThanMayBeOpenIsSavedAndLoaded) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
   FrontToEnd storage;
   for (const bool random_writes : {true, false}) {
-    machine_.syscalls = random_writes ? nullptr : &storage;
+    machine_ = random_writes ? nullptr : &storage;
     EXPECT_EQ(on_ranks(2,
                        [&](Group& group) {
                          auto held = many(true), found = many(false);

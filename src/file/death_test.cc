@@ -99,7 +99,7 @@ class Dying : public Saving {
       if (child == 0) {
         ::alarm(60);
         Death death(deaths);
-        machine_.syscalls = &death;
+        machine_ = &death;
         version = 2;
         ::_exit(save_form(form, rows) == all(form.named ? 2 : 3, kFine) ? 0 : 1);
       }

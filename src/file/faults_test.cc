@@ -74,9 +74,9 @@ TEST_F(Checkpoints, OfABadDiskIsTheOldOneWithOneErrorForAll) {
         SCOPED_TRACE(std::to_string(static_cast<int>(call)) + " fails with " + std::to_string(error) + " after " +
                      std::to_string(after));
         BadDisk disk(call, after, error);
-        machine_.syscalls = &disk;
+        machine_ = &disk;
         const std::vector<int> codes = save_as(path, rows, 3, options);
-        machine_.syscalls = nullptr;
+        machine_ = nullptr;
         if (!disk.failed()) break;  // every such call has failed once
         const std::set<int> different(codes.begin(), codes.end());
         EXPECT_EQ(different.size(), 1u);
@@ -113,11 +113,11 @@ TEST_F(Checkpoints, OfOneRankWhoseDiskFailsIsTheOldOneWithOneErrorForAll) {
           SCOPED_TRACE(
               fmt::format("rank {}: call {} fails with {} after {}", bad, static_cast<int>(call), error, after));
           BadDisk disk(call, after, error);
-          const Environment machine{&disk};
+          base::Syscalls* const machine = &disk;
           std::atomic<int> right{0};
           const std::vector<int> codes = on_ranks(3, [&](Group& group) {
             auto held = hold(rows, group.rank(), 3, true);
-            const file::InEnvironment here(group.rank() == bad ? &machine : nullptr);
+            const base::CallsTo here(group.rank() == bad ? machine : nullptr);
             try {
               save(group, views_of(held), path, {.max_shard_size = 1 << 20});
             } catch (const Error& one) {
@@ -196,14 +196,14 @@ class Shrinking : public base::Syscalls {
 
 TEST_F(Checkpoints, GoesOnAfterInterruptions) {
   Interrupted machine;
-  machine_.syscalls = &machine;
+  machine_ = &machine;
   EXPECT_EQ(save_as(folder_ / "a.safetensors", columns, 3), all(3, kFine));
   EXPECT_EQ(load_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
 }
 
 TEST_F(Checkpoints, OfAReadOnlyDirectoryIsOneErrorForAll) {
   ReadOnly machine;
-  machine_.syscalls = &machine;
+  machine_ = &machine;
   EXPECT_EQ(save_as(folder_ / "a.safetensors", rows, 3), all(3, static_cast<int>(Code::kIo)));
   EXPECT_EQ(save_as(folder_ / "a", rows, 3), all(3, static_cast<int>(Code::kIo)));
   EXPECT_TRUE(names().empty());
@@ -212,13 +212,13 @@ TEST_F(Checkpoints, OfAReadOnlyDirectoryIsOneErrorForAll) {
 TEST_F(Checkpoints, OfAFileThatShrinksWhileItIsReadIsOneErrorForAll) {
   ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
   Shrinking machine(folder_ / "a.safetensors");
-  machine_.syscalls = &machine;
+  machine_ = &machine;
   EXPECT_EQ(load_as(folder_ / "a.safetensors", columns, 2, false), all(2, static_cast<int>(Code::kCorrupt)));
 }
 
 TEST_F(Checkpoints, OfADiskThatDoesHalfOfWhatItIsAskedIsWhole) {
   BadDisk disk(BadDisk::Call::kOpen, 0, 0);
-  machine_.syscalls = &disk;
+  machine_ = &disk;
   EXPECT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
   EXPECT_EQ(load_as(folder_ / "a.safetensors", flat, 3), all(3, kFine));
 }
@@ -227,9 +227,9 @@ TEST_F(Checkpoints, ThatCannotBeReadIsOneErrorForAll) {
   ASSERT_EQ(save_as(folder_ / "a.safetensors", rows, 2), all(2, kFine));
   for (int after = 0;; ++after) {
     BadDisk disk(BadDisk::Call::kRead, after, EIO);
-    machine_.syscalls = &disk;
+    machine_ = &disk;
     const std::vector<int> codes = load_as(folder_ / "a.safetensors", rows, 2, false);
-    machine_.syscalls = nullptr;
+    machine_ = nullptr;
     if (!disk.failed()) break;
     EXPECT_EQ(codes, all(2, static_cast<int>(Code::kIo)));
   }

@@ -179,19 +179,14 @@ TEST(Header, OfManyTensorsIsDividedByMaxShardSize) {
     const std::string name = std::to_string(10'000 + i) + std::string(100'000, 'n');
     all.push_back({name, DType::kU8, {2}, Shared::Pieces({{Region::whole({2}), {0}}})});
   }
-  const std::vector<Volume> volumes = {{"", std::make_shared<const std::vector<Shared>>(std::move(all))}};
-  const auto layout_of = [&](const SaveOptions& options) {
-    return Layout(std::make_shared<const Arrangement>(volumes, options), std::vector<Metadata>(1));
-  };
-  SaveOptions options;
-  EXPECT_THROW(layout_of(options), Error);
-  options.max_shard_size = int64_t{1} << 30;
-  const Layout layout = layout_of(options);
+  const std::vector<Volume> volumes = {{"", std::make_shared<const std::vector<Shared>>(std::move(all)), {}}};
+  EXPECT_THROW(Layout(volumes, SaveOptions()), Error);
+  const Layout layout(volumes, {.max_shard_size = int64_t{1} << 30});
   EXPECT_GT(layout.files().size(), 2u);
   size_t tensors = 0;
   for (const FilePlan& file : layout.files()) {
     EXPECT_LE(file.data_begin, kMostHeaderBytes);
-    tensors += file.content.tensors.size();
+    tensors += file.tensors.size();
   }
   EXPECT_EQ(tensors, 1200u);
 }
@@ -200,10 +195,10 @@ TEST(Header, OfFilesIsDividedWhereTheNextTensorDoesNotFit) {
   std::vector<Shared> all;
   for (const char* const name : {"a", "b", "c"})
     all.push_back({name, DType::kU8, {8}, Shared::Pieces({{Region::whole({8}), {0}}})});
-  const std::vector<Volume> volumes = {{"", std::make_shared<const std::vector<Shared>>(std::move(all))}};
+  const std::vector<Volume> volumes = {{"", std::make_shared<const std::vector<Shared>>(std::move(all)), {}}};
   for (const auto& [most, files] : {std::pair(7, 3), {8, 3}, {15, 3}, {16, 2}, {23, 2}, {24, 1}}) {
-    const Arrangement arrangement(volumes, {.max_shard_size = most});
-    EXPECT_EQ(arrangement.files().size(), static_cast<size_t>(files)) << most;
+    const Layout layout(volumes, {.max_shard_size = most});
+    EXPECT_EQ(layout.files().size(), static_cast<size_t>(files)) << most;
   }
 }
 

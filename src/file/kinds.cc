@@ -3,8 +3,6 @@
 
 #include <zlib.h>
 
-#include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/errors.h"
@@ -62,22 +60,6 @@ class Differences {
 };
 
 }  // namespace
-
-std::string digest(std::string_view text) {
-  uint64_t a = 0x9e3779b97f4a7c15 ^ text.size(), b = 0xc2b2ae3d27d4eb4f;
-  for (size_t at = 0; at < text.size(); at += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, text.data() + at, std::min(sizeof word, text.size() - at));
-    a = (a ^ word) * 0xff51afd7ed558ccd;
-    a ^= a >> 32;
-    b = (b + word) * 0xc4ceb9fe1a85ec53;
-    b ^= b >> 29;
-  }
-  Sender out;
-  out.number(static_cast<int64_t>(a));
-  out.number(static_cast<int64_t>(b));
-  return out.bytes();
-}
 
 std::string packed(const std::string& bytes) {
   std::string out(::compressBound(bytes.size()), '\0');

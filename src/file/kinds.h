@@ -24,7 +24,4 @@ std::vector<Kind> unpack(const std::string& said);
 std::string packed(const std::string& bytes);
 std::string unpacked(std::string_view bytes);
 
-/// 128 bits of a text: of ones that differ by mistake, not by malice.
-std::string digest(std::string_view text);
-
 }  // namespace shardow::file

@@ -4,8 +4,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/files.h"
 #include "base/turns.h"
-#include "file/environment.h"
 
 namespace shardow::file {
 
@@ -19,13 +19,13 @@ void Lanes::run(size_t count, const std::function<void(size_t)>& work) {
       failed_ = true;
     }
   };
-  const Environment here = environment_here();
+  base::Syscalls& here = base::syscalls();
   std::vector<std::thread> others;
   try {
     others.reserve(count);
     for (size_t lane = 1; lane < count && base::turns == nullptr; ++lane)
       others.emplace_back([&, lane] {
-        const InEnvironment too(&here);
+        const base::CallsTo too(&here);
         guarded(lane);
       });
   } catch (const std::exception&) {  // no more threads, or no memory for one: those that there are do it all

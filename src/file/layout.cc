@@ -45,7 +45,7 @@ int64_t bytes_of(int64_t elements, const Entry& entry) {
   return bits / 8;
 }
 
-Arrangement::Arrangement(const std::vector<Volume>& volumes, const SaveOptions& options) {
+Layout::Layout(const std::vector<Volume>& volumes, const SaveOptions& options) {
   std::vector<Shared> joined;
   for (const Volume& volume : volumes) {
     first_.push_back(places_.size());
@@ -53,31 +53,34 @@ Arrangement::Arrangement(const std::vector<Volume>& volumes, const SaveOptions& 
     if (volumes.size() > 1) joined.insert(joined.end(), volume.tensors->begin(), volume.tensors->end());
   }
   tensors_ = volumes.size() == 1 ? volumes[0].tensors : std::make_shared<const std::vector<Shared>>(std::move(joined));
-  for (size_t v = 0; v < volumes.size(); ++v) add(v, volumes[v].file, *volumes[v].tensors, options);
+  for (size_t v = 0; v < volumes.size(); ++v) add(first_[v], volumes[v], options);
 }
 
-void Arrangement::add(size_t volume, const std::string& name, const std::vector<Shared>& tensors,
-                      const SaveOptions& options) {
+/// `first`: the index of the volume's first tensor.
+void Layout::add(size_t first, const Volume& volume, const SaveOptions& options) {
   std::vector<Entry> entries;
-  for (const Shared& tensor : tensors) {
+  for (const Shared& tensor : *volume.tensors) {
     check_bytes(tensor);
     entries.push_back(entry_for(tensor, options));
   }
+  Metadata metadata = volume.metadata;
+  metadata.try_emplace("format", "pt");
+  metadata[kWrittenBy] = base::version();
   const size_t first_file = files_.size();
-  files_.push_back({{}, volume, {}, {}});
+  files_.push_back({volume.file, volume.file, metadata});
   int64_t size = 0, text = 0, begin = 0;
-  Finder finder(tensors);
+  Finder finder(*volume.tensors);
   for (Entry& entry : in_file_order(std::move(entries))) {
     const int64_t bytes = entry.end - entry.begin, described = about_text(entry);
     const bool full = size > 0 && size + bytes > options.max_shard_size;
     if (options.max_shard_size > 0 && !files_.back().tensors.empty() &&
         (full || text + described > kMostHeaderBytes / 2)) {
-      files_.push_back({{}, volume, {}, {}});
+      files_.push_back({volume.file, volume.file, metadata});
       size = text = 0;
       begin = entry.begin;
     }
-    File& file = files_.back();
-    const size_t tensor = first_[volume] + *finder.find(entry.name);
+    FilePlan& file = files_.back();
+    const size_t tensor = first + *finder.find(entry.name);
     places_[tensor] = {files_.size() - 1, file.entries.size()};
     file.tensors.push_back(tensor);
     entry.begin -= begin;
@@ -87,30 +90,29 @@ void Arrangement::add(size_t volume, const std::string& name, const std::vector<
     size += bytes;
     total_ += bytes;
   }
-  const size_t count = files_.size() - first_file;
-  for (size_t f = 0; f < count; ++f) {
-    files_[first_file + f].name = name.empty() ? shard_name(f, count) : name;
-    measure(files_[first_file + f], options.checksums);
+  for (size_t f = first_file; f < files_.size(); ++f) {
+    FilePlan& file = files_[f];
+    if (volume.file.empty()) file.name = file.asked = shard_name(f - first_file, files_.size() - first_file);
+    std::string checksums;
+    if (options.checksums) {
+      append_json_text(checksums, kChecksums);
+      checksums += ":,";
+      append_json_text(checksums, checksum_text(file, {}));
+    }
+    file.data_begin = data_begin(file.entries.size(),
+                                 entries_length(file.entries) + static_cast<int64_t>(checksums.size()), file.metadata);
   }
 }
 
-void Arrangement::measure(File& file, bool checksums) const {
-  file.entries_length = entries_length(file.entries);
-  if (!checksums) return;
-  std::string text;
-  append_json_text(text, kChecksums);
-  text += ":,";
-  append_json_text(text, checksum_text(file, {}));
-  file.checksums_length = static_cast<int64_t>(text.size());
-}
-
-std::vector<Owned> Arrangement::owners(size_t tensor, std::optional<int> rank) const {
+std::vector<Owned> Layout::owners(size_t tensor, std::optional<int> rank) const {
   constexpr int64_t kTurnBytes = int64_t{1} << 20;
   const Place place = this->place(tensor);
   return file::owners(tensors()[tensor], place.file + static_cast<size_t>(place.entry.begin / kTurnBytes), rank);
 }
 
-std::string Arrangement::checksum_text(const File& file, const std::vector<uint64_t>& crcs) const {
+/// {"name":"01234567",...}: of fixed width, so that the header's length is known before the data: of zeros where there
+/// are no `crcs`.
+std::string Layout::checksum_text(const FilePlan& file, const std::vector<uint64_t>& crcs) const {
   std::string out = "{";
   for (const size_t t : file.tensors) {
     if (out.size() > 1) out += ',';
@@ -120,23 +122,12 @@ std::string Arrangement::checksum_text(const File& file, const std::vector<uint6
   return out + "}";
 }
 
-Layout::Layout(std::shared_ptr<const Arrangement> arrangement, const std::vector<Metadata>& metadata)
-    : arrangement_(std::move(arrangement)) {
-  for (const Arrangement::File& file : arrangement_->files()) {
-    FilePlan& plan = files_.emplace_back(FilePlan{file.name, file, metadata.at(file.volume), 0});
-    plan.metadata.try_emplace("format", "pt");
-    plan.metadata[kWrittenBy] = base::version();
-    plan.data_begin = data_begin(file.entries.size(), file.entries_length + file.checksums_length, plan.metadata);
-  }
-}
-
 void Layout::set_checksums(const std::vector<uint64_t>& crcs) {
-  for (FilePlan& file : files_) file.metadata[kChecksums] = arrangement_->checksum_text(file.content, crcs);
+  for (FilePlan& file : files_) file.metadata[kChecksums] = checksum_text(file, crcs);
 }
 
 void Layout::rename_files(const std::string& nonce) {
-  for (size_t f = 0; f < files_.size(); ++f)
-    files_[f].name = name_with_nonce(files_[f].content.name, nonce, f, files_.size());
+  for (size_t f = 0; f < files_.size(); ++f) files_[f].name = name_with_nonce(files_[f].asked, nonce, f, files_.size());
 }
 
 }  // namespace shardow::file

@@ -20,6 +20,7 @@ inline constexpr const char* kWrittenBy = "shardow.version";  ///< key of the me
 struct Volume {
   std::string file;
   std::shared_ptr<const std::vector<Shared>> tensors;
+  Metadata metadata;
 };
 
 struct Place {
@@ -27,75 +28,35 @@ struct Place {
   const Entry& entry;
 };
 
-/// Follows from names, dtypes, shapes and options alone: the same on every rank and for every topology, and in every
-/// save of the same tensors. Immutable.
-class Arrangement {
- public:
-  struct File {
-    std::string name;
-    size_t volume;
-    std::vector<Entry> entries;
-    std::vector<size_t> tensors;  ///< of each entry, an index into tensors()
-    int64_t entries_length = 0;   ///< of their JSON
-    int64_t checksums_length = 0;
-  };
+/// A file of the checkpoint.
+struct FilePlan {
+  std::string name;   ///< as it is called
+  std::string asked;  ///< as was asked for
+  Metadata metadata;
+  std::vector<Entry> entries = {};
+  std::vector<size_t> tensors = {};  ///< of each entry, an index into Layout::tensors()
+  int64_t data_begin = 0;
 
-  Arrangement(const std::vector<Volume>& volumes, const SaveOptions& options);
+  int64_t size() const noexcept { return data_begin + (entries.empty() ? 0 : entries.back().end); }
+};
+
+/// Which tensor is where follows from names, dtypes, shapes and options alone: the same on every rank and for every
+/// topology, and in every save of the same tensors.
+class Layout {
+ public:
+  Layout(const std::vector<Volume>& volumes, const SaveOptions& options);
 
   const std::vector<Shared>& tensors() const { return *tensors_; }  ///< of all volumes
   size_t first_of(size_t volume) const { return first_[volume]; }   ///< of its tensors
-  const std::vector<File>& files() const { return files_; }
+  const std::vector<FilePlan>& files() const { return files_; }
   Place place(size_t tensor) const {
     return {places_[tensor].file, files_[places_[tensor].file].entries[places_[tensor].entry]};
   }
-  int64_t total() const { return total_; }
+  int64_t total() const { return total_; }  ///< bytes of all tensors
 
   /// Who writes what of it; neighbours in a file have the same turn, so that they are written together. `rank`: what
   /// that one writes.
   std::vector<Owned> owners(size_t tensor, std::optional<int> rank = {}) const;
-
-  /// {"name":"01234567",...}: of fixed width, so that the header's length is known before the data: of zeros where
-  /// there are no `crcs`.
-  std::string checksum_text(const File& file, const std::vector<uint64_t>& crcs) const;
-
- private:
-  struct Where {
-    size_t file, entry;
-  };
-
-  void add(size_t volume, const std::string& name, const std::vector<Shared>& tensors, const SaveOptions& options);
-  void measure(File& file, bool checksums) const;
-
-  std::shared_ptr<const std::vector<Shared>> tensors_;
-  std::vector<size_t> first_;
-  std::vector<File> files_;
-  std::vector<Where> places_;
-  int64_t total_ = 0;
-};
-
-/// A file of the checkpoint.
-struct FilePlan {
-  std::string name;  ///< as it is called; `content` has the name that was asked for
-  const Arrangement::File& content;
-  Metadata metadata;
-  int64_t data_begin;
-
-  int64_t size() const noexcept { return data_begin + (content.entries.empty() ? 0 : content.entries.back().end); }
-};
-
-/// An arrangement with what is one save's own.
-class Layout {
- public:
-  /// `metadata`: of each volume.
-  Layout(std::shared_ptr<const Arrangement> arrangement, const std::vector<Metadata>& metadata);
-
-  const std::vector<Shared>& tensors() const { return arrangement_->tensors(); }
-  const std::vector<FilePlan>& files() const { return files_; }
-  Place place(size_t tensor) const { return arrangement_->place(tensor); }
-  std::vector<Owned> owners(size_t tensor, std::optional<int> rank = {}) const {
-    return arrangement_->owners(tensor, rank);
-  }
-  int64_t total() const { return arrangement_->total(); }  ///< bytes of all tensors
 
   /// Puts the tensors' checksums into the headers, whose length stays what it is.
   void set_checksums(const std::vector<uint64_t>& crcs);
@@ -105,8 +66,18 @@ class Layout {
   void rename_file(size_t file, std::string name) { files_[file].name = std::move(name); }
 
  private:
-  std::shared_ptr<const Arrangement> arrangement_;
+  struct Where {
+    size_t file, entry;
+  };
+
+  void add(size_t first, const Volume& volume, const SaveOptions& options);
+  std::string checksum_text(const FilePlan& file, const std::vector<uint64_t>& crcs) const;
+
+  std::shared_ptr<const std::vector<Shared>> tensors_;
+  std::vector<size_t> first_;
   std::vector<FilePlan> files_;
+  std::vector<Where> places_;
+  int64_t total_ = 0;
 };
 
 /// Bytes of so many elements of a tensor. Throws kUnsupported where that is inside a byte (F4, F6).

@@ -11,12 +11,12 @@
 
 #include "base/errors.h"
 #include "base/turns.h"
-#include "file/environment.h"
 #include "file/ownership.h"
 #include "file/reader.h"
 #include "file/save_request.h"
 #include "file/sharing.h"
 #include "file/sums.h"
+#include "file/timed.h"
 #include "group/agree.h"
 #include "tensor/dtype.h"
 
@@ -188,8 +188,7 @@ LoadCall load_of(std::span<const TensorView> views, bool strict) {
 std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) const {
   const auto started = base::now();
   const std::shared_ptr<base::TimedCalls> timed = timed_calls(group, options.timeout);
-  const Environment machine{timed.get()};
-  const InEnvironment here(&machine);
+  const base::CallsTo here(timed.get());
   group::CollectiveCall ranks(group, options.timeout, options.progress);
   Fillings fillings;
   std::optional<Asked> asked;
@@ -222,14 +221,18 @@ std::vector<LoadReport> LoadCall::run(Group& group, const LoadOptions& options) 
   return reports;
 }
 
+uint64_t read_summed(const Catalog& catalog, const Stored& stored, const TensorView& view, bool summed) {
+  Reader reader(catalog, {{&view, &stored, summed}});
+  while (!reader.part().last) continue;
+  return reader.sums()[0];
+}
+
 void read_one(const Catalog& catalog, const TensorView& view) {
   const Stored& stored = catalog.find(view.name);
   if (const std::string why = difference(stored.entry, view.region.shape(), view.dtype, "the file"); !why.empty())
     fail(Code::kInvalidArgument, "{}: {}", catalog.path, why);
   const bool summed = stored.crc && view.region == Region::whole(view.region.shape());
-  Reader reader(catalog, {{&view, &stored, summed}});
-  while (!reader.part().last) continue;
-  if (summed && *stored.crc != reader.sums()[0]) {
+  if (const uint64_t sum = read_summed(catalog, stored, view, summed); summed && *stored.crc != sum) {
     fail(Code::kCorrupt, "{}: the data of '{}' is not what was saved (checksums differ): read another checkpoint",
          catalog.path, view.name);
   }

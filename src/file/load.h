@@ -66,6 +66,10 @@ struct Match {
 Match match(const std::vector<Shared>& wanted, const StoredTensors& tensors, bool strict, const std::string& what,
             const char* place);
 
+/// Fills `view` from `stored`, and returns what its bytes contribute to the tensor's checksum where it is `summed`.
+/// Local. Throws kIo with ESTALE where the file was written over.
+uint64_t read_summed(const Catalog& catalog, const Stored& stored, const TensorView& view, bool summed);
+
 /// Fills `view` from the tensor of its name, converting its dtype; compares the checksum where the file carries one and
 /// all is read. Local. Throws kNotFound, kInvalidArgument, kCorrupt, and kIo with ESTALE where the file was written
 /// over.

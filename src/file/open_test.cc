@@ -217,9 +217,7 @@ TEST_F(Opening, OneReadForEachTensorHoweverManyThereAre) {
   const auto group = solo();
   save(*group, views_of(held), folder_ / "a.safetensors");
   Counting disk;
-  Environment here;
-  here.syscalls = &disk;
-  const file::InEnvironment counted(&here);
+  const base::CallsTo counted(&disk);
   const Checkpoint opened = Checkpoint::open(folder_ / "a.safetensors");
   const int headers = disk.calls;
   EXPECT_LE(headers, 8);

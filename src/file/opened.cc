@@ -92,7 +92,7 @@ Opened::~Opened() {
 
 std::shared_ptr<const base::File> Opened::handle() {
   if (auto held = Handles::all().use(*this)) return held;
-  const base::Seam<base::Syscalls>::Scope scope(calls_);
+  const base::CallsTo scope(calls_);
   try {
     base::File again =
         directory_ ? base::File::open_in(*directory_, path_.filename().string()) : base::File::open(path_);

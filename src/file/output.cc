@@ -78,7 +78,7 @@ void Output::begin_file(size_t file) {
   if (begun_[file]) return;
   begun_[file] = true;
   const FilePlan& plan = layout_.files()[file];
-  const std::string header = header_bytes(plan.content.entries, plan.metadata, plan.data_begin);
+  const std::string header = header_bytes(plan.entries, plan.metadata, plan.data_begin);
   keep(file, made_by_first(base::File::replace, plan.name)).write(std::as_bytes(std::span(header)), 0);
 }
 

@@ -90,8 +90,8 @@ TEST_F(Saving, TakesNoLockThatItsHolderHasRemoved) {
   };
   Lock holder(folder_ / "model");
   Between machine(holder, file::lock_path(folder_ / "model"));
-  machine_.syscalls = &machine;
-  const file::InEnvironment here(&machine_);
+  machine_ = &machine;
+  const base::CallsTo here(machine_);
   const file::PathLock lock(folder_ / "model", base::after(std::chrono::seconds(10)));
   base::FileLock another;
   EXPECT_EQ(another.take(file::lock_path(folder_ / "model")), base::FileLock::Result::kOthers);
@@ -185,11 +185,11 @@ TEST_F(Saving, NeverLocksADirectory) {
     }
     std::atomic<int> locks = 0, directories = 0;
   } machine;
-  machine_.syscalls = &machine;
+  machine_ = &machine;
   for (const char* const name : {"a.safetensors", "model", "model"})
     save_version(1, folder_ / name,
                  kShards.max_shard_size > 0 && name == std::string("model") ? kShards : SaveOptions());
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   EXPECT_GT(machine.locks, 0);
   EXPECT_EQ(machine.directories, 0);
 }
@@ -267,9 +267,9 @@ TEST_F(Saving, OnStorageThatOtherMachinesMountLeavesWhatIsYoung) {
   write(aged, "a dead one's");
   fs::last_write_time(aged, fs::file_time_type::clock::now() - std::chrono::hours(2));
   Network network;
-  machine_.syscalls = &network;
+  machine_ = &network;
   save_version(1, path);
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors", young.filename().string()}));
 }
 

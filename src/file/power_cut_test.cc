@@ -43,9 +43,9 @@ class PowerCut : public Checkpoints {
     if (!way.first) save_version(1, way);
     if (!way.first && way.directory) std::ofstream(folder_ / "live" / "model" / "config.json") << "mine";
     Recorder recorder(folder_ / "live");
-    machine_.syscalls = &recorder;
+    machine_ = &recorder;
     save_version(2, way);
-    machine_.syscalls = nullptr;
+    machine_ = nullptr;
     return std::move(recorder.recording);
   }
 
@@ -121,13 +121,13 @@ TEST_F(PowerCut, FindsWhatAMachineWroteFlushedByItHoweverManyFilesThereAre) {
   for (int i = 0; i < 100; ++i) specs.push_back({"t" + std::to_string(i), DType::kF32, {64, 8}});
   fs::create_directories(folder_ / "live");
   Recorder recorder(folder_ / "live");
-  machine_.syscalls = &recorder;
+  machine_ = &recorder;
   const auto codes = on_ranks(2, [&](Group& group) {
     testing_disk::machine = group.rank();
     auto held = hold(rows, group.rank(), 2, true, specs);
     save(group, views_of(held), folder_ / "live" / "model", {.max_shard_size = 2048});
   });
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   EXPECT_EQ(codes, all(2, kFine));
   std::set<std::pair<int, int>> written, unflushed;  // (machine, file)
   for (const Call& call : recorder.recording.calls) {
@@ -185,7 +185,7 @@ TEST_F(PowerCut, LeavesOneAlsoWhereTheSaveBeforeFailedOrItsEndWasNotFlushed) {
       save_version(1, way);
       std::ofstream(folder_ / "live" / "model" / "config.json") << "mine";
       Failing disk(folder_ / "live", how);
-      machine_.syscalls = &disk;
+      machine_ = &disk;
       if (how == Failing::How::kNever) {
         save_version(1, way);
       } else {
@@ -200,7 +200,7 @@ TEST_F(PowerCut, LeavesOneAlsoWhereTheSaveBeforeFailedOrItsEndWasNotFlushed) {
       }
       disk.heal();
       save_version(2, way);
-      machine_.syscalls = nullptr;
+      machine_ = nullptr;
       EXPECT_EQ(first_fault(disk.recording, disk.recording.calls, way, kAll ? 100 : 3), "");
     }
   }

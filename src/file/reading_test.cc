@@ -28,7 +28,7 @@ class Instants : public base::Syscalls {
  private:
   void look() {
     base::Syscalls own;
-    const base::Seam<base::Syscalls>::Scope scope(&own);
+    const base::CallsTo scope(&own);
     const int saved = version;
     before_each_();
     version = saved;
@@ -41,7 +41,7 @@ class Reading : public Saving {
   void save_small(int which, int64_t limit) {
     version = which;
     auto held = versions::values(versions::kSmall, whole, 0, 1);
-    const file::InEnvironment here(&machine_);
+    const base::CallsTo here(machine_);
     save(*solo(), views_of(held), folder_ / "model", {.max_shard_size = limit});
   }
 
@@ -87,9 +87,9 @@ TEST_F(Reading, AtEveryInstantFindsOneWholeVersionByTheIndexAndByTheFileAlike) {
       index.push_back(by_index());
       file.push_back(file_first());
     });
-    machine_.syscalls = &machine;
+    machine_ = &machine;
     save_small(2, after);
-    machine_.syscalls = nullptr;
+    machine_ = nullptr;
     for (auto* const seen : {&index, &file}) {
       EXPECT_TRUE(std::is_sorted(seen->begin(), seen->end())) << fmt::format("{}", fmt::join(*seen, " "));
       EXPECT_GE(seen->front(), 1);
@@ -105,9 +105,9 @@ TEST_F(Reading, ByPatternMayMeetBothVersionsWhereSeveralFilesAreReplaced) {
   save_small(1, 1000);
   std::set<std::set<int>> seen;
   Instants machine([&] { seen.insert(by_pattern()); });
-  machine_.syscalls = &machine;
+  machine_ = &machine;
   save_small(2, 1000);
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   seen.insert(by_pattern());
   EXPECT_EQ(seen, (std::set<std::set<int>>{{1}, {1, 2}, {2}}));
 }
@@ -122,7 +122,7 @@ TEST_F(Reading, ReadsTheIndexAgainWhereAFileIsGone) {
       const bool now = std::string_view(name).ends_with(".safetensors") && left_-- == 0;
       if (now) {
         base::Syscalls own;
-        const base::Seam<base::Syscalls>::Scope scope(&own);
+        const base::CallsTo scope(&own);
         save();
       }
       return Syscalls::openat(directory, name, flags, mode);
@@ -132,7 +132,7 @@ TEST_F(Reading, ReadsTheIndexAgainWhereAFileIsGone) {
     int left_ = 1;
   } machine;
   machine.save = [&] { save_small(2, 1000), save_small(3, 1000); };
-  const base::Seam<base::Syscalls>::Scope scope(&machine);
+  const base::CallsTo scope(&machine);
   EXPECT_EQ(by_index(), 3);
 }
 
@@ -303,9 +303,9 @@ TEST_F(Reading, TakesTheseStepsInThisOrder) {
   folder_ = fs::canonical(folder_);
   for (const Kind& kind : kKinds) {
     Steps machine(folder_);
-    machine_.syscalls = &machine;
+    machine_ = &machine;
     save_small(kind.which, kind.limit);
-    machine_.syscalls = nullptr;
+    machine_ = nullptr;
     EXPECT_EQ(fmt::format("\n{}\n", fmt::join(machine.steps, "\n")), kind.steps) << kind.name;
   }
 }

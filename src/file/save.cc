@@ -12,12 +12,12 @@
 #include "base/turns.h"
 #include "file/call.h"
 #include "file/direct.h"
-#include "file/environment.h"
 #include "file/header.h"
 #include "file/index.h"
 #include "file/names.h"
 #include "file/staging.h"
 #include "file/stripes.h"
+#include "file/timed.h"
 #include "group/collective_call.h"
 #include "group/counts.h"
 #include "group/ranks.h"
@@ -31,18 +31,18 @@ namespace {
 using Tensors = std::shared_ptr<const std::vector<Shared>>;  // of one file
 
 /// Returns the parts of tensors that this rank writes, in the memory of its views, ascending by tensor.
-std::vector<Mine> own_parts(int rank, const Arrangement& arrangement, const std::vector<Tensors>& tensors,
+std::vector<Mine> own_parts(int rank, const Layout& layout, const std::vector<Tensors>& tensors,
                             std::span<const SaveFile> files, const Producer* producer) {
-  std::vector<std::vector<const TensorView*>> views(arrangement.tensors().size());
+  std::vector<std::vector<const TensorView*>> views(layout.tensors().size());
   for (size_t f = 0; f < files.size(); ++f) {
     Finder finder(*tensors[f]);
     for (const TensorView& view : files[f].tensors)
-      views[arrangement.first_of(f) + *finder.find(view.name)].push_back(&view);
+      views[layout.first_of(f) + *finder.find(view.name)].push_back(&view);
   }
   std::vector<Mine> parts;
   for (size_t t = 0; t < views.size(); ++t) {
-    for (const Owned& owned : arrangement.owners(t, rank)) {
-      const Region& held = arrangement.tensors()[t].pieces[owned.piece].region;
+    for (const Owned& owned : layout.owners(t, rank)) {
+      const Region& held = layout.tensors()[t].pieces[owned.piece].region;
       const TensorView& view =
           **std::find_if(views[t].begin(), views[t].end(), [&](const auto* v) { return v->region == held; });
       Mine& part = parts.emplace_back(Mine{t, owned.piece, owned.region, nullptr, view.dtype, view.device});
@@ -68,7 +68,7 @@ void say_where(const Error& error, const base::Path& target) {
 
 /// Header after byte 8, then, when that is on disk, the length: until then no reader takes the file.
 void write_header(const base::Path& path, const FilePlan& file_plan) {
-  const std::string bytes = header_bytes(file_plan.content.entries, file_plan.metadata, file_plan.data_begin);
+  const std::string bytes = header_bytes(file_plan.entries, file_plan.metadata, file_plan.data_begin);
   const std::span<const std::byte> all = std::as_bytes(std::span(bytes));
   base::File file = base::File::open_for_writing(path);
   file.write(all.subspan(static_cast<size_t>(kLengthBytes)), kLengthBytes);
@@ -84,14 +84,14 @@ std::string list_text(const Target& target, const Layout& layout, const std::str
   if (target.hugging_face) {
     WeightMap weights;
     for (size_t f = 0; f < names.size(); ++f) {
-      for (const Entry& entry : layout.files()[f].content.entries) weights[entry.name] = names[f];
+      for (const Entry& entry : layout.files()[f].entries) weights[entry.name] = names[f];
     }
     return index_bytes(weights, layout.total(), replaced);
   }
   Listing listing{{}, replaced};
   bool plain = true;
   for (size_t f = 0; f < names.size(); ++f) {
-    const std::string& name = layout.files()[f].content.name;
+    const std::string& name = layout.files()[f].asked;
     listing.files[name] = names[f];
     plain = plain && name == names[f];
   }
@@ -117,10 +117,8 @@ struct StagedSave::Plan {
   std::vector<file::Mine> mine = {};
   int64_t written = 0;
   base::Time begin = base::now();
-  Environment machine{timed.get()};
   bool staged = false, begun = false;
 
-  const Environment* environment() const { return timed ? &machine : nullptr; }
   Group& group() const { return ranks.group(); }
   /// With another save; the ranks wait meanwhile.
   Deadline patience() const { return base::after(ranks.timeout() - ranks.timeout() / 4); }
@@ -286,7 +284,7 @@ StagedSave::StagedSave(Group& group, std::span<const SaveFile> files, const std:
 StagedSave::StagedSave(Group& group, const SaveCall& call, std::chrono::milliseconds timeout)
     : plan_(new Plan{timed_calls(group, timeout), {group, timeout}, call.producer}) {
   Plan& plan = *plan_;
-  const InEnvironment here(plan.environment());
+  const base::CallsTo here(plan.timed.get());
   plan.call = same_call(plan.ranks, call);  // (1)
   const std::vector<SaveFile>& files = plan.call.request.files;
   const base::Path& path = plan.call.request.path;
@@ -299,10 +297,9 @@ StagedSave::StagedSave(Group& group, const SaveCall& call, std::chrono::millisec
   std::vector<Volume> volumes;
   for (size_t f = 0; f < files.size(); ++f) {
     check_whole(*tensors[f]);
-    volumes.push_back({files[f].name, tensors[f]});
+    volumes.push_back({files[f].name, tensors[f], plan.call.metadata.at(f)});
   }
-  const auto arrangement = std::make_shared<const Arrangement>(volumes, options);
-  plan.layout.emplace(arrangement, plan.call.metadata);
+  plan.layout.emplace(volumes, options);
   if (!directory && plan.layout->files().size() > 1) {
     base::fail(Code::kInvalidArgument, "{}: {} files do not fit into one name; for max_shard_size give a directory",
                path.string(), plan.layout->files().size());
@@ -317,7 +314,7 @@ StagedSave::StagedSave(Group& group, const SaveCall& call, std::chrono::millisec
   });
   plan.target->nonce = plan.call.nonce;
   plan.target->host = plan.call.host;
-  plan.mine = own_parts(group.rank(), *arrangement, tensors, files, call.producer);
+  plan.mine = own_parts(group.rank(), *plan.layout, tensors, files, call.producer);
   plan.call.request = {};
 }
 
@@ -342,7 +339,7 @@ void StagedSave::stage(std::span<std::byte> memory) {
     base::fail(Code::kInvalidArgument, "{}: {} bytes of staging memory; {} are needed", plan.target->path.string(),
                memory.size(), staging_bytes());
   plan.staged = true;
-  const InEnvironment here(plan.environment());
+  const base::CallsTo here(plan.timed.get());
   Feed feed;
   std::byte* to = memory.data();
   for (Mine& mine : plan.mine) {
@@ -358,7 +355,7 @@ SaveReport StagedSave::write() {
   if (std::exchange(plan.begun, true))
     base::fail(Code::kInvalidArgument, "{}: write() was called already; another save is another StagedSave",
                plan.target->path.string());
-  const InEnvironment here(plan.environment());
+  const base::CallsTo here(plan.timed.get());
   try {
     plan.open();
     if (plan.target->random_writes && plan.target->renames) {

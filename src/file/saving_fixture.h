@@ -23,10 +23,10 @@ class Saving : public Checkpoints {
   }
   /// Saves files of at most a MiB with the calls of `machine`, which fails on both ranks.
   void fail_to_save_version(int which, const fs::path& path, base::Syscalls& machine) {
-    machine_.syscalls = &machine;
+    machine_ = &machine;
     version = which;
     EXPECT_EQ(save_as(path, rows, 2, kShards), all(2, static_cast<int>(Code::kIo)));
-    machine_.syscalls = nullptr;
+    machine_ = nullptr;
   }
   void expect_version(int which, const fs::path& path) {
     version = which;

@@ -81,7 +81,7 @@ TEST_F(Checkpoints, GoesToStorageThatTakesFilesOnlyFromFrontToEnd) {
       if (kSlow && std::string(name) != "columns") continue;
       SCOPED_TRACE(std::string(name) + (renames ? ", renaming" : ", not renaming"));
       ObjectStore store(renames);
-      machine_.syscalls = &store;
+      machine_ = &store;
       for (int round = 0; round < 2; ++round) {
         EXPECT_EQ(save_as(folder_ / "one.safetensors", sharding, 3), all(3, kFine));
         EXPECT_EQ(save_as(folder_ / "model", sharding, 3, {.max_shard_size = 1 << 20}), all(3, kFine));
@@ -89,7 +89,7 @@ TEST_F(Checkpoints, GoesToStorageThatTakesFilesOnlyFromFrontToEnd) {
         EXPECT_EQ(load_as(folder_ / "model", whole, 1), all(1, kFine));
         EXPECT_EQ(std::distance(fs::directory_iterator(folder_ / "model"), {}), 4);  // three files and the index
       }
-      machine_.syscalls = nullptr;
+      machine_ = nullptr;
     }
   }
   EXPECT_EQ(names(), (std::set<std::string>{"reference.safetensors", "one.safetensors", "model"}));
@@ -103,18 +103,18 @@ TEST_F(Checkpoints, OfADirectoryThatCannotBeRenamedIsTheOldOneUntilItsIndexIsThe
     version = 1;
     ASSERT_EQ(save_as(path, rows, 3, options), all(3, kFine));
     ObjectStore store(false, after);
-    machine_.syscalls = &store;
+    machine_ = &store;
     version = 2;
     const std::vector<int> codes = save_as(path, columns, 3, options);
-    machine_.syscalls = nullptr;
+    machine_ = nullptr;
     if (!store.failed()) break;
     EXPECT_EQ(codes, all(3, static_cast<int>(Code::kIo))) << after;
     version = 1;
     EXPECT_EQ(load_as(path, whole, 1), all(1, kFine)) << after;
     ObjectStore healthy(false);
-    machine_.syscalls = &healthy;
+    machine_ = &healthy;
     EXPECT_EQ(save_as(path, rows, 3, options), all(3, kFine));  // clears away what the failed one left
-    machine_.syscalls = nullptr;
+    machine_ = nullptr;
     EXPECT_EQ(std::distance(fs::directory_iterator(path), {}), 4);
   }
   version = 2;
@@ -130,7 +130,7 @@ class WithoutBlocks : public Delegate {
 
 TEST_F(Checkpoints, OfRanksThatCannotSendBlocksIsRefusedOnAllWhereStorageNeedsThem) {
   FrontToEnd storage;
-  machine_.syscalls = &storage;
+  machine_ = &storage;
   const auto codes = on_ranks(2, [&](Group& group) {
     WithoutBlocks alone(group);
     auto held = hold(rows, group.rank(), 2, true);

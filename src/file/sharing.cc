@@ -163,22 +163,22 @@ std::string SharedTensors::words() {
   constexpr size_t kShort = 2048;
   const std::string list = rank_ <= 1 ? packed(list_) : std::string();
   Sender out;
+  out.number(static_cast<int64_t>(group::digest(list_)));
   out.text(list.size() <= kShort ? list : std::string());
   out.text(packed(regions_));
-  return "+" + digest(list_) + out.bytes();
+  return out.bytes();
 }
 
 std::string SharedTensors::sum_up(const std::vector<std::string>& by_rank) const {
   std::vector<Kind> kinds;  // (2)
-  std::map<std::string, size_t> known;
-  const size_t digest_bytes = digest("").size();
+  std::map<int64_t, size_t> known;
   for (size_t rank = 0; rank < by_rank.size(); ++rank) {
     if (by_rank[rank].empty()) return "";  // it saves other files, and another comparison says so
-    const auto [found, is_new] = known.try_emplace(by_rank[rank].substr(1, digest_bytes), kinds.size());
+    Receiver told(by_rank[rank]);
+    const auto [found, is_new] = known.try_emplace(told.number(), kinds.size());
     if (is_new) kinds.emplace_back();
     Kind& kind = kinds[found->second];
     kind.ranks.push_back(static_cast<int64_t>(rank));
-    Receiver told(std::string_view(by_rank[rank]).substr(1 + digest_bytes));
     if (std::string list = told.text(); !list.empty()) kind.list = std::move(list);
     const std::string regions = unpacked(told.text());
     size_t of_class = 0;

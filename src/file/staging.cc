@@ -347,9 +347,7 @@ std::vector<std::string> Staging::commit_in_directory(const Texts& texts) {
   return names;
 }
 
-void Staging::commit_new(const Texts& texts) {
-  std::vector<std::string> names;
-  for (const auto& [name, bytes] : files_) names.push_back(name);
+void Staging::commit_new(const Texts& texts, const std::vector<std::string>& names) {
   for (const auto& [name, text] : texts.beside) write_text(name, text);
   if (is_listed()) write_text(target_.list_name, texts.list(names, {}));
   commits_ = target_.directory ? target_.file("").parent_path() : target_.file("");
@@ -366,9 +364,9 @@ void Staging::commit_new(const Texts& texts) {
 
 std::vector<std::string> Staging::commit(const Texts& texts) {
   if (target_.directory && (target_.in_place || !target_.renames)) return commit_in_directory(texts);
-  if (target_.renames) commit_new(texts);
   std::vector<std::string> names;
   for (const auto& [name, bytes] : files_) names.push_back(name);
+  if (target_.renames) commit_new(texts, names);
   return names;
 }
 

@@ -68,7 +68,7 @@ class Staging {
   std::string put(size_t file);
   std::set<std::string> replaced_by(const std::vector<std::string>& names) const;
   std::vector<std::string> commit_in_directory(const Texts& texts);
-  void commit_new(const Texts& texts);
+  void commit_new(const Texts& texts, const std::vector<std::string>& names);
 
   Target& target_;
   const Sizes files_;

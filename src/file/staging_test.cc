@@ -90,9 +90,9 @@ TEST_F(Saving, LeavesOthersFilesWhereTheyAre) {
   class Refusing : public base::Syscalls {
     int link(const char*, const char*) override { return (errno = EPERM, -1); }
   } machine;
-  machine_.syscalls = &machine;
+  machine_ = &machine;
   save_version(2, path, kShards);
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   ASSERT_EQ(::stat((path / "log").c_str(), &after), 0);
   EXPECT_EQ(before.st_ino, after.st_ino);
   theirs << ", and their second" << std::flush;
@@ -125,10 +125,10 @@ TEST_F(Saving, TouchesNothingInDirectoriesBelowItsOwn) {
   fs::create_directory(path / "volume");
   write(path / "volume" / "data", "on another disk");
   Below machine(path / "volume");
-  machine_.syscalls = &machine;
+  machine_ = &machine;
   save_version(2, path, kShards);
   save_version(3, path);
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   EXPECT_EQ(machine.touched, 0);
   EXPECT_EQ(bytes_of(path / "volume" / "data"), "on another disk");
 }
@@ -175,10 +175,10 @@ TEST_F(Saving, LeavesWhatWasThereWhereARenameFails) {
       write(path / "config.json", "mine");
       const std::set<std::string> there = in(path);
       FailingRename machine(fatal);
-      machine_.syscalls = &machine;
+      machine_ = &machine;
       version = 2;
       const std::vector<int> codes = save_as(path, rows, 2, after);
-      machine_.syscalls = nullptr;
+      machine_ = nullptr;
       if (!machine.failed()) break;
       EXPECT_EQ(codes, all(2, static_cast<int>(Code::kIo))) << fatal;
       expect_version(1, path);
@@ -217,9 +217,9 @@ TEST_F(Saving, LeavesAFileThatWasPutInThePlaceOfAReplacedOne) {
   const auto path = folder_ / "model";
   save_version(1, path, kShards);
   const std::set<std::string> old = in(path);
-  machine_.syscalls = &machine;
+  machine_ = &machine;
   save_version(2, path, kShards);
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   const std::string name =
       *std::find_if(old.begin(), old.end(), [](const auto& name) { return name.ends_with(".safetensors"); });
   ASSERT_TRUE(fs::exists(path / name));
@@ -256,12 +256,12 @@ TEST_F(Saving, BeginsOnlyWhereThereIsRoomForAllOfIt) {
   const auto path = folder_ / "a.safetensors";
   save_version(1, path);
   machine.room = static_cast<int64_t>(fs::file_size(path));
-  machine_.syscalls = &machine;
+  machine_ = &machine;
   save_version(2, path);
   --machine.room;
   version = 3;
   EXPECT_EQ(save_as(path, rows, 2), all(2, static_cast<int>(Code::kOutOfSpace)));
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   expect_version(2, path);
   EXPECT_EQ(names(), (std::set<std::string>{"a.safetensors"}));
 }
@@ -275,19 +275,19 @@ TEST_F(Saving, OfNamedFilesGoesToStorageThatRenamesNothing) {
   NoRename storage;
   const auto path = folder_ / "model";
   for (const int which : {1, 2, 3}) {
-    machine_.syscalls = &storage;
+    machine_ = &storage;
     version = which;
     ASSERT_EQ(save_named({"ema-0.9.safetensors", "ema-0.99.safetensors"}), all(2, kFine));
-    machine_.syscalls = nullptr;
+    machine_ = nullptr;
     expect_version(which, path / "ema-0.9.safetensors");
     expect_version(which, path / "ema-0.99.safetensors");
     EXPECT_EQ(versions::strays(path, {}), "");
   }
-  machine_.syscalls = &storage;
+  machine_ = &storage;
   version = 4;
   EXPECT_EQ(save_named({"one.safetensors"}), all(2, kFine));
   EXPECT_EQ(save_named({"one.safetensors"}), all(2, static_cast<int>(Code::kUnsupported)));
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   EXPECT_EQ(names(), (std::set<std::string>{"model"}));
 }
 
@@ -405,12 +405,12 @@ TEST_F(Saving, TakesMoreFilesThanAProcessMayOpen) {
     }
     int most = 0;
   } counting;
-  machine_.syscalls = &counting;
+  machine_ = &counting;
   {
-    const file::InEnvironment here(&machine_);
+    const base::CallsTo here(machine_);
     save(*solo(), views_of(held), folder_ / "model", {.max_shard_size = 16});
   }
-  machine_.syscalls = nullptr;
+  machine_ = nullptr;
   EXPECT_LT(counting.most, 200);
   EXPECT_EQ(in(folder_ / "model").size(), kTensors + 1u);
   for (const int i : {0, 1, 500, kTensors - 1}) {

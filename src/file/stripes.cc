@@ -44,7 +44,7 @@ std::vector<int> ranks_in(const Segment& segment, const Layout& layout) {
 /// Cuts one file's tensors.
 std::vector<Stripe> stripes_of(const Layout& layout, size_t file, const std::vector<bool>& chosen) {
   std::vector<Stripe> stripes(1);
-  for (const size_t t : layout.files()[file].content.tensors) {
+  for (const size_t t : layout.files()[file].tensors) {
     if (!chosen[t]) continue;
     const Entry& entry = layout.place(t).entry;
     const int64_t elements = (entry.end - entry.begin) * 8 / dtype_bits(entry.dtype);

@@ -72,20 +72,20 @@ TEST_F(Versions, OfAFileThatIsReplacedMeanwhileAreNotMixed) {
   for (int i = 1; i < 6; ++i) save_version(i, newer.emplace_back(folder_ / (std::to_string(i) + ".safetensors")));
   save_version(0, folder_ / "a.safetensors");
   Replaced disk(folder_ / "a.safetensors", newer);
-  machine_.syscalls = &disk;
+  machine_ = &disk;
   EXPECT_EQ(loaded_version(folder_ / "a.safetensors", 3, 6), 5);
 }
 
 TEST_F(Versions, OfADirectoryThatIsReplacedMeanwhileAreNotMixed) {
   Replaced disk(folder_ / "model", save_directories(4));
-  machine_.syscalls = &disk;
+  machine_ = &disk;
   EXPECT_EQ(loaded_version(folder_ / "model", 2, 4), 3);
 }
 
 TEST_F(Versions, OfADirectoryThatIsReplacedWhileOneRankOpensAndReadsItAreNotMixed) {
   Replaced disk(folder_ / "model", save_directories(12));
-  machine_.syscalls = &disk;
-  const file::InEnvironment here(&machine_);
+  machine_ = &disk;
+  const base::CallsTo here(machine_);
   const Checkpoint opened = Checkpoint::open(folder_ / "model");
   auto held = hold(whole, 0, 1, false);
   for (const TensorView& view : views_of(held)) opened.read(view);
@@ -141,7 +141,7 @@ class BadMemory : public base::Syscalls {
 TEST_F(Versions, ThatOneHolderOfAReplicaReadsWronglyAreCorruptOnAll) {
   save_version(0, folder_ / "a.safetensors");
   BadMemory disk;
-  machine_.syscalls = &disk;
+  machine_ = &disk;
   LoadOptions options;
   options.strict = false;
   for (const int bad : {0, 1, 2}) {

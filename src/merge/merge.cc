@@ -22,7 +22,6 @@
 #include "file/load.h"
 #include "file/model_texts.h"
 #include "file/ownership.h"
-#include "file/reader.h"
 #include "file/sharing.h"
 #include "file/sums.h"
 #include "group/collective_call.h"
@@ -229,9 +228,8 @@ class Sums {
     const file::Catalog& catalog = file::Inside::of(std::get<Checkpoint>(from.tensors));
     const file::Stored& stored = catalog.find(block.name);
     const bool sum = verify_ && counted && stored.crc && !checked_;
-    file::Reader reader(catalog, {{&block, &stored, sum}});
-    while (!reader.part().last) continue;
-    if (sum) std::atomic_ref(crcs_[place(input, tensor)]).fetch_xor(reader.sums()[0]);
+    const uint64_t read = file::read_summed(catalog, stored, block, sum);
+    if (sum) std::atomic_ref(crcs_[place(input, tensor)]).fetch_xor(read);
   }
 
   void check_bytes(const std::vector<bool>& read_once, std::string_view then) const {
@@ -279,63 +277,55 @@ class Sums {
 /// This rank's tensors, filled chunk by chunk on several threads.
 class Filling {
  public:
-  /// What outlives it. `counted`: by view, whether its bytes count for checks.
-  Filling(Sums& sums, int threads, std::vector<TensorView> views, std::vector<bool> counted)
-      : sums_(sums), threads_(threads), views_(std::move(views)), counted_(std::move(counted)) {}
+  Filling(Sums& sums, int threads) : sums_(sums), threads_(threads) {}
+
+  /// `counted`: whether its bytes count for checks.
+  void add(const TensorView& view, bool counted) {
+    constexpr int64_t kChunk = int64_t{1} << 19;  // elements
+    for (int64_t begin = 0; begin < view.region.size(); begin += kChunk) {
+      const int64_t end = std::min(view.region.size(), begin + kChunk);
+      chunks_.push_back(
+          {{view.name, view.dtype, view.region.window(begin, end), data_at(view, begin), view.device}, counted});
+    }
+  }
 
   group::Part part() {
     const group::PartTime time;
     const int64_t before = done_;
     lanes_.run(static_cast<size_t>(threads_), [&](size_t) {
       file::Pinned pinned;
-      TensorView chunk{"", DType::kF32, Region::whole({}), nullptr};
-      bool counted = false;
-      while (!time.over() && !lanes_.failed() && next(chunk, counted)) fill(chunk, counted, pinned);
+      while (!time.over() && !lanes_.failed()) {
+        const size_t number = next_++;
+        if (number >= chunks_.size()) break;
+        fill(chunks_[number], pinned);
+      }
       pinned.finish();
     });
-    const base::Lock lock(mutex_);
-    return {done_ - before, view_ == views_.size()};
+    return {done_ - before, next_ >= chunks_.size()};
   }
 
  private:
-  bool next(TensorView& chunk, bool& counted) {
-    const base::Lock lock(mutex_);
-    while (view_ < views_.size() && begin_ == views_[view_].region.size()) {
-      ++view_;
-      begin_ = 0;
-    }
-    if (view_ == views_.size()) return false;
-    chunk = views_[view_];
-    counted = counted_[view_];
-    const int64_t end = std::min(chunk.region.size(), begin_ + (int64_t{1} << 19));
-    chunk.region = chunk.region.window(begin_, end);
-    chunk.data = static_cast<std::byte*>(chunk.data) + begin_ * dtype_bits(chunk.dtype) / 8;
-    begin_ = end;
-    return true;
-  }
+  struct Chunk {
+    TensorView view;
+    bool counted;
+  };
 
-  void fill(TensorView& chunk, bool counted, file::Pinned& pinned) {
-    const auto bytes = chunk.region.size() * dtype_bits(chunk.dtype) / 8;
-    if (file::on_device(chunk.device)) {
-      std::byte* const on_device = static_cast<std::byte*>(chunk.data);
-      chunk.data = pinned.data(chunk.device);
-      sums_.read(chunk, counted);
-      pinned.copy_to(on_device, static_cast<size_t>(bytes), chunk.device);
-    } else {
-      sums_.read(chunk, counted);
-    }
+  void fill(const Chunk& chunk, file::Pinned& pinned) {
+    TensorView view = chunk.view;
+    const int64_t bytes = byte_size(view.dtype, view.region.size());
+    const bool copies = file::on_device(view.device);
+    if (copies) view.data = pinned.data(view.device);
+    sums_.read(view, chunk.counted);
+    if (copies) pinned.copy_to(static_cast<std::byte*>(chunk.view.data), static_cast<size_t>(bytes), view.device);
     done_ += bytes;
   }
 
   Sums& sums_;
   int threads_;
-  std::vector<TensorView> views_;
-  std::vector<bool> counted_;
+  std::vector<Chunk> chunks_;
+  std::atomic<size_t> next_ = 0;
   std::atomic<int64_t> done_ = 0;
   file::Lanes lanes_;
-  base::Mutex mutex_;
-  size_t view_ SHARDOW_GUARDED_BY(mutex_) = 0;
-  int64_t begin_ SHARDOW_GUARDED_BY(mutex_) = 0;  // in it
 };
 
 }  // namespace
@@ -408,8 +398,8 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
     for (const file::Shared::Piece& piece : one.pieces)
       total += piece.region.size() * dtype_bits(one.dtype) / 8 * static_cast<int64_t>(piece.holders.size());
   }
-  std::vector<TensorView> views;
-  std::vector<bool> counted;
+  Sums sums(plan, load.asked->has(file::kVerify));
+  Filling filling(sums, plan.threads(MergeOptions().threads));
   file::Finder finder(wanted);
   for (const TensorView& view : tensors) {
     const auto t = plan.find(view.name);
@@ -417,11 +407,8 @@ LoadReport load_merged(Group& group, std::span<const TensorView> tensors, std::v
     const file::Shared& one = wanted[*finder.find(view.name)];
     const auto piece = std::find_if(one.pieces.begin(), one.pieces.end(),
                                     [&](const auto& each) { return each.region == view.region; });
-    views.push_back(view);
-    counted.push_back(piece != one.pieces.end() && piece->holders.front() == group.rank());
+    filling.add(view, piece != one.pieces.end() && piece->holders.front() == group.rank());
   }
-  Sums sums(plan, load.asked->has(file::kVerify));
-  Filling filling(sums, plan.threads(MergeOptions().threads), std::move(views), std::move(counted));
   ranks.work(total, [&] { return filling.part(); });
   agree(group, ranks.deadline(), [&] {
     group::join_on_first(group, sums.counts(), base::after(options.timeout - options.timeout / 4));

@@ -53,10 +53,10 @@ TEST_F(MergeFailures, WhereFilesAreWrittenFromFrontToEndBytesAreTheSame) {
   const std::vector<MergeInput> inputs = two();
   FrontToEnd storage;
   merge(*solo(), inputs, folder_ / "expected.safetensors");
-  const Environment there{&storage};
+  base::Syscalls* const there = &storage;
   for (const int ranks : {1, 3}) {
     const auto codes = on_ranks(ranks, [&](Group& group) {
-      const file::InEnvironment here(&there);
+      const base::CallsTo here(there);
       merge(group, inputs, folder_ / "out.safetensors");
     });
     EXPECT_EQ(codes, all(ranks, kFine));
@@ -67,7 +67,7 @@ TEST_F(MergeFailures, WhereFilesAreWrittenFromFrontToEndBytesAreTheSame) {
       .put('\x55');
   const MergeInput damaged{"a", Checkpoint::open(folder_ / "a.safetensors"), 0.5};
   expect_error(Code::kCorrupt, {"of a is not what was saved"}, [&] {
-    const file::InEnvironment here(&there);
+    const base::CallsTo here(there);
     merge(*solo(), {damaged, inputs[1]}, folder_ / "other.safetensors");
   });
   EXPECT_FALSE(fs::exists(folder_ / "other.safetensors"));
@@ -80,9 +80,9 @@ TEST_F(MergeFailures, AFullDiskLeavesWhatWasThere) {
   const auto before = names();
   for (int writes = 0; writes < 6; ++writes) {
     Full disk(writes);
-    const Environment there{&disk};
+    base::Syscalls* const there = &disk;
     const auto codes = on_ranks(2, [&](Group& group) {
-      const file::InEnvironment here(&there);
+      const base::CallsTo here(there);
       merge(group, inputs, folder_ / "out.safetensors");
     });
     EXPECT_EQ(codes, all(2, static_cast<int>(Code::kOutOfSpace))) << writes;

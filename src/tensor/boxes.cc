@@ -38,18 +38,6 @@ Corner first_box(const Shape& counts, int64_t begin, int64_t end) {
   return box;
 }
 
-/// The global intervals of the indices [offset, offset + size) of a dimension's numbering.
-std::vector<Interval> slice(const std::vector<Interval>& intervals, int64_t offset, int64_t size) {
-  std::vector<Interval> result;
-  int64_t seen = 0;
-  for (const auto& [begin, end] : intervals) {
-    const int64_t from = std::max(offset - seen, int64_t{0}), to = std::min(offset + size - seen, end - begin);
-    if (from < to) result.push_back({begin + from, begin + to});
-    seen += end - begin;
-  }
-  return result;
-}
-
 std::vector<Interval> one_by_one(const std::vector<Interval>& intervals) {
   std::vector<Interval> result;
   for (const auto& [begin, end] : intervals) {
@@ -86,7 +74,7 @@ std::vector<Box> Region::boxes() const {
     std::vector<std::vector<Interval>> dims;
     size_t last_broken = 0;
     for (size_t d = 0; d < box.sizes.size(); ++d) {
-      dims.push_back(slice(grid_->dims[d], box.offsets[d], box.sizes[d]));
+      dims.push_back(slice(grid_->dims[d], box.offsets[d], box.offsets[d] + box.sizes[d]));
       if (dims[d].size() > 1) last_broken = d;
     }
     for (size_t d = 0; d < last_broken; ++d) dims[d] = one_by_one(dims[d]);

@@ -26,4 +26,10 @@ struct Region::Grid {
   Shape strides;  // of the global tensor, in elements
 };
 
+/// How many indices a dimension's intervals hold.
+int64_t num_indices(const std::vector<Interval>& intervals);
+
+/// The intervals of those in [begin, end) of their numbering.
+std::vector<Interval> slice(const std::vector<Interval>& intervals, int64_t begin, int64_t end);
+
 }  // namespace shardow

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/errors.h"
+#include "tensor/grid.h"
 
 namespace shardow {
 namespace {
@@ -15,19 +16,9 @@ using Intervals = std::vector<Interval>;
 
 /// Part `index` of torch.chunk(count) of the indices in `held`.
 Intervals chunk(const Intervals& held, int64_t count, int64_t index) {
-  int64_t total = 0;
-  for (const auto& [begin, end] : held) total += end - begin;
-  const int64_t each = total / count + (total % count != 0);
+  const int64_t total = num_indices(held), each = total / count + (total % count != 0);
   if (each == 0 || index > total / each) return {};
-  const int64_t from = each * index, to = from + std::min(each, total - from);
-  Intervals part;
-  int64_t at = 0;
-  for (const auto& [begin, end] : held) {
-    const int64_t first = std::max(from - at, int64_t{0}), last = std::min(to - at, end - begin);
-    if (first < last) part.push_back({begin + first, begin + last});
-    at += end - begin;
-  }
-  return part;
+  return slice(held, each * index, each * index + std::min(each, total - each * index));
 }
 
 /// The cut of dimension `dim` by number `place` of the mesh, and the factor that later mesh dimensions have still to

@@ -37,13 +37,24 @@ std::vector<Interval> normalised(const std::vector<Interval>& intervals, size_t 
   return result;
 }
 
+}  // namespace
+
 int64_t num_indices(const std::vector<Interval>& intervals) {
   int64_t count = 0;
   for (const auto& [begin, end] : intervals) count += end - begin;
   return count;
 }
 
-}  // namespace
+std::vector<Interval> slice(const std::vector<Interval>& intervals, int64_t begin, int64_t end) {
+  std::vector<Interval> result;
+  int64_t seen = 0;
+  for (const auto& [first, last] : intervals) {
+    const int64_t from = std::max(begin - seen, int64_t{0}), to = std::min(end - seen, last - first);
+    if (from < to) result.push_back({first + from, first + to});
+    seen += last - first;
+  }
+  return result;
+}
 
 Region::Grid::Grid(Shape shape_, std::vector<std::vector<Interval>> dims_)
     : shape(std::move(shape_)), dims(std::move(dims_)) {

@@ -1,4 +1,4 @@
-#include "file/environment.h"
+#include "file/timed.h"
 
 #include <typeinfo>
 

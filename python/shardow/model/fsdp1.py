@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,24 +21,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.local import Adapter, HiddenTensor, Replicas, replicas_in
+from shardow.model.local import Adapter, LocalTensor, Replicas, replicas_in
 from shardow.model.names import join, walk
 from shardow.model.slots import slots
 
 _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
-
-
-@dataclass(eq=False, slots=True)
-class FlatTensor(HiddenTensor):
-    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: a parameter of its own, or the
-    whole flat one. ``index``: among the flat one's."""
-
-    handle: Any = None
-    offset: int = 0
-    index: int = 0
-
-    def memory(self) -> torch.Tensor:
-        return shard_of(self.handle)[self.offset : self.offset + self.region.size]
 
 
 def shard_of(handle: Any) -> torch.Tensor:
@@ -102,8 +89,6 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
 
 
 class Fsdp1Adapter(Adapter):
-    hidden: list[FlatTensor]
-
     def __init__(self, model: nn.Module) -> None:
         inside: list[Any] = [
             one for one in model.modules() if isinstance(one, FullyShardedDataParallel) and one._handle is not None
@@ -111,8 +96,10 @@ class Fsdp1Adapter(Adapter):
         owned = {key for module in inside for key in _owners(module._handle.flat_param)}
         self._wrappers = inside + _wrappers_around(model, owned, _parameters_of(inside))
         names = _names_of_modules(model) if self._wrappers else {}
-        self.hidden = [local for module in self._wrappers for local in _flat_tensors(module, names)]
-        self._owned = _parameters_of(self._wrappers)
+        #: By the id of a flat parameter and the number of a parameter in it.
+        self._places = {place: local for module in self._wrappers for place, local in _flat_tensors(module, names)}
+        self.hidden = [*self._places.values()]
+        self.owned = _parameters_of(self._wrappers)
 
     def groups(self) -> list[dist.ProcessGroup]:
         return [module.process_group for module in self._wrappers]
@@ -131,11 +118,7 @@ class Fsdp1Adapter(Adapter):
 
     def shown(self) -> list[torch.Tensor]:
         """Returns those that have this rank's part in the shard."""
-        return [
-            one.shown
-            for one in self.hidden
-            if one.shown is not one.handle.flat_param and type(one.shown) is nn.Parameter
-        ]
+        return [local.shown for local in self.hidden if type(local.shown) is nn.Parameter]
 
     def written(self) -> None:
         torch.autograd.graph.increment_version(self.flat_parameters())
@@ -148,8 +131,8 @@ class Fsdp1Adapter(Adapter):
             free_unsharded(module._handle, lambda i, handle=module._handle: self._name(handle, i))  # type: ignore[misc]
 
     def _name(self, handle: Any, index: int) -> str:
-        fqn: str = handle.flat_param._fqns[index]
-        return next((one.name for one in self.hidden if one.handle is handle and one.index == index), fqn)
+        local, fqn = self._places.get((id(handle.flat_param), index)), str(handle.flat_param._fqns[index])
+        return fqn if local is None else local.name
 
 
 def _wrappers_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any]:
@@ -210,8 +193,9 @@ def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
     }
 
 
-def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTensor]:
-    """``names``: the clean names of each module, by id; what lies in other modules is left out."""
+def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[tuple[tuple[int, int], LocalTensor]]:
+    """Yields the parameters of a flat one by its id and their numbers in it. ``names``: the clean names of each module,
+    by id; what lies in other modules is left out."""
     handle = module._handle
     flat, whole = handle.flat_param, not handle.uses_sharded_strategy
     shown = list(flat._params) if flat._params is not None else [flat] * len(flat._fqns)
@@ -222,17 +206,20 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTens
         if not (called := _names(owner, flat, names)):
             continue
         name, *aliases = called
-        param = shown[i]
         begin, count, offset = 0, 0, 0
         if whole:
             begin, count, offset = 0, shape.numel(), offsets[i]
         elif info.in_shard:
             begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
-        memory = shard_of(handle)[offset : offset + count]
-        yield FlatTensor(
-            name, memory, region, param.requires_grad, replicas, True, tuple(aliases), param, handle, offset, i
-        )
+        stretch = slice(offset, offset + count)
+        memory, within = partial(_in_shard, handle, stretch), stretch if shown[i] is flat else slice(count)
+        local = LocalTensor(name, memory(), region, shown[i], replicas, True, tuple(aliases), memory, within)
+        yield (id(flat), i), local
+
+
+def _in_shard(handle: Any, stretch: slice) -> torch.Tensor:
+    return shard_of(handle)[stretch]
 
 
 def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardow.base.checks import instance, invalid
 from shardow.model import zero3
-from shardow.model.dtensor import DTensorAdapter
+from shardow.model.dtensor import modules_of, reshard
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.slots import slots
 
@@ -21,7 +21,7 @@ from shardow.model.slots import slots
 def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
     # Unsharded copies, which a forward without backward leaves in place, have no mesh.
-    DTensorAdapter(model).reshard()
+    reshard(modules_of(model))
     return group_of_tensors(model, [slot.recorded for slot in slots(model)], given, Fsdp1Adapter(model))
 
 

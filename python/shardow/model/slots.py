@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardow.base.checks import first_of, invalid
+from shardow.model.local import LocalTensor
 from shardow.model.names import join, walk
 
 Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is not persistent: no file has it
@@ -18,15 +19,15 @@ Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is no
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was
-    found.
-    """
+    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was found.
+    ``local``: what a ModelView found there; tied slots share it, under the first one's name."""
 
     name: str
     key: str
     recorded: torch.Tensor
     kind: Kind
     module: nn.Module
+    local: LocalTensor = field(init=False)
 
     @property
     def owner(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@ when they come back from a swap, after casts, moves to devices, replaced paramet
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -41,11 +40,11 @@ def change(
     for name, tensor in now.items():
         if id(tensor) not in known:
             return f"parameter '{name}' has been added since this EMA was made, and has no average; {WAY_OUT}"
-    text = next(itertools.chain(_of_parameters(found), _of_hidden(hidden), _of_buffers(buffers)), None)
+    text = next(_changes(found, hidden, buffers), None)
     return None if text is None else f"{text}; {WAY_OUT}"
 
 
-def _of_parameters(found: Iterable[Slot]) -> Iterator[str]:
+def _changes(found: Iterable[Slot], hidden: Iterable[LocalTensor], buffers: Iterable[Slot]) -> Iterator[str]:
     for slot in found:
         local, memory = slot.local, memory_of(slot.recorded)
         if odd := oddity(local.tensor):
@@ -59,15 +58,9 @@ def _of_parameters(found: Iterable[Slot]) -> Iterator[str]:
             yield f"parameter '{slot.name}' {text}"
         if memory.data_ptr() != local.memory().data_ptr():
             yield f"parameter '{slot.name}' no longer shares the memory of '{local.name}'"
-
-
-def _of_hidden(hidden: Iterable[LocalTensor]) -> Iterator[str]:
     for local in hidden:
         if text := _difference(local, local.memory()):
             yield f"parameter '{local.name}' {text}"
-
-
-def _of_buffers(buffers: Iterable[Slot]) -> Iterator[str]:
     for slot in buffers:
         buffer = slot.owner.get(slot.key)
         if buffer is not None and (text := _difference(slot.local, memory_of(buffer))):

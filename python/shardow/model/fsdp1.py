@@ -9,7 +9,6 @@ forward uses, and nothing in its parameters shows it: handles are resharded befo
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -102,13 +101,14 @@ class Fsdp1Adapter(Adapter):
         self.owned = _parameters_of(self._wrappers)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        return [module.process_group for module in self._wrappers]
-
-    def spans_world(self) -> bool:
-        """Hybrid sharding is a product of two groups, of which each rank knows its own row and column only."""
-        world = dist.get_world_size() if self._wrappers else 0
-        groups = [(dist.get_world_size(module.process_group), _replicas(module)) for module in self._wrappers]
-        return any(row * math.prod(size for _, _, size in columns) == world for row, columns in groups)
+        """Returns the groups of the ranks that share flat parameters; of hybrid sharding, a product of two groups of
+        which each rank knows its own row and column alone, WORLD where that is everybody."""
+        groups, world = list[dist.ProcessGroup](), dist.group.WORLD
+        for module in self._wrappers:
+            columns = getattr(module, "_inter_node_pg", None)
+            size = dist.get_world_size(module.process_group) * (dist.get_world_size(columns) if columns else 1)
+            groups.append(world if world and size == world.size() else module.process_group)
+        return groups
 
     def shards(self) -> list[torch.Tensor]:
         return [shard_of(module._handle) for module in self._wrappers]

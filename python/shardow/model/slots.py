@@ -45,15 +45,13 @@ def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:
 
 def slots_of(module: nn.Module, name: str = "", *kinds: Kind) -> Iterator[Slot]:
     """One module's own."""
-    parameters, buffers = module._parameters, module._buffers
-    if parameters and (not kinds or "parameter" in kinds):
-        for key, parameter in list(parameters.items()):
-            if parameter is not None:
-                yield Slot(join(name, key), key, parameter, "parameter", module)
-    for key, buffer in list(buffers.items()):
-        kind: Kind = "table" if key in module._non_persistent_buffers_set else "buffer"
-        if buffer is not None and (not kinds or kind in kinds):
-            yield Slot(join(name, key), key, buffer, kind, module)
+    places: list[tuple[str, torch.Tensor | None, Kind]]
+    places = [(key, parameter, "parameter") for key, parameter in module._parameters.items()]
+    tables = module._non_persistent_buffers_set
+    places += [(key, buffer, "table" if key in tables else "buffer") for key, buffer in module._buffers.items()]
+    for key, tensor, kind in places:
+        if tensor is not None and (not kinds or kind in kinds):
+            yield Slot(join(name, key), key, tensor, kind, module)
 
 
 def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:

@@ -24,12 +24,6 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "ds_tensor", None) is not None
 
 
-def groups_of(tensors: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
-    """Of the ranks that have stretches."""
-    found = (tensor.ds_process_group for tensor in tensors if is_partitioned(tensor))  # type: ignore[attr-defined]
-    return list({id(group): group for group in found}.values())
-
-
 class Zero3Adapter(Adapter):
     hidden: list[LocalTensor]
 

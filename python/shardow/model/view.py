@@ -46,7 +46,6 @@ class ModelView:
         self._hidden = [local for adapter in self._hiding for local in adapter.hidden]
         self._replicas = replicas_by_parameter(model, group)
         self.watch_buffers = False
-        self._followed_buffers: _core.Watch | None = None  # as they were when they were followed last
         self._found = self._collect(self._slots)
         self._found_buffers = self._collect([slot for slot in places if slot.kind == "buffer"])
         self._tie_by_memory()
@@ -57,10 +56,10 @@ class ModelView:
     @property
     def buffers(self) -> list[LocalTensor]:
         """As they are now: modules replace their buffers freely, and register others."""
-        if self._followed_buffers is None or not _same(self._followed_buffers):
-            self._follow_buffers()
-            self._take_in_buffers()
-            self._followed_buffers = self._watch_buffers()
+        self._follow_buffers()
+        known = {(id(slot.owner), slot.key) for slot in self._found_buffers}
+        new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
+        self._found_buffers += self._collect(new, before=self._found_buffers)
         return _locals(self._found_buffers)
 
     def _collect(self, slots: Iterable[Slot], before: Iterable[Slot] = ()) -> list[Slot]:
@@ -114,13 +113,12 @@ class ModelView:
     def unchanged(self) -> bool:
         """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.08 us a
         parameter after an optimizer's step."""
-        if not (
+        return (
             _same(self._watch)
             and self._flat_addresses() == self._recorded_flat
             and all(adapter.in_place() for adapter in self._hiding)
-        ):
-            return False
-        return not self.watch_buffers or self._buffers_same()
+            and (not self.watch_buffers or _same(self._buffer_watch) or self._buffers_same())
+        )
 
     def unchanged_at_rest(self) -> bool:
         """unchanged(), if need be when unsharded copies of the weights are gone."""
@@ -165,12 +163,6 @@ class ModelView:
         """Which tensor is not what it was when this view was made, and the way out."""
         return self._change() or f"the model's parameters are not those that this EMA was made with; {WAY_OUT}"
 
-    def _take_in_buffers(self) -> None:
-        """Takes in those that were registered since this view was made."""
-        known = {(id(slot.owner), slot.key) for slot in self._found_buffers}
-        new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
-        self._found_buffers += self._collect(new, before=self._found_buffers)
-
     def _follow_buffers(self) -> None:
         for slot in self._found_buffers:
             buffer, local = slot.owner.get(slot.key), slot.local
@@ -192,29 +184,22 @@ class ModelView:
         shown = [parameter for adapter in self._hiding for parameter in adapter.shown()]
         self._watch = self._watch_of(["_parameters", "_modules"], [*self._whole, *shown], self._sharded)
         self._recorded_flat = self._flat_addresses()
-        #: New ones, that are taken in later, are compared from the next time on.
         self._recorded_buffers = [(slot, slot.recorded, address_of(slot.local.tensor)) for slot in self._found_buffers]
-        self._buffers_in_place: _core.Watch | None = None  # as they were when they were compared last
+        self._buffer_watch = self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
 
     def _watch_of(self, keys: list[str], whole: list[torch.Tensor], sharded: list[torch.Tensor]) -> _core.Watch:
         modules = [module.__dict__ for module in self.model.modules()]
         return _core.Watch(modules, keys, whole, sharded, MARKS, _objects_behind)
 
-    def _watch_buffers(self) -> _core.Watch:
-        return self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
-
     def _flat_addresses(self) -> list[int]:
         return [shard.data_ptr() for adapter in self._hiding for shard in adapter.shards()]
 
     def _buffers_same(self) -> bool:
-        if self._buffers_in_place is not None and _same(self._buffers_in_place):
-            return True
-        same = all(
+        """Returns whether those that were recorded are in place, whatever has become of others (tables)."""
+        return all(
             slot.owner.get(slot.key) is was and address_of(memory_of(was)) == address
             for slot, was, address in self._recorded_buffers
         )
-        self._buffers_in_place = self._watch_buffers() if same else None
-        return same
 
     def by_parameter(self) -> dict[int, list[LocalTensor]]:
         """By the id of a parameter that the model shows, what it is here: one tensor, or all that FSDP1 made one flat

@@ -9,7 +9,8 @@ forward uses, and nothing in its parameters shows it: handles are resharded befo
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.local import Adapter, LocalTensor, Replicas, replicas_in
+from shardow.model.local import Adapter, LocalTensor, replicas_in
 from shardow.model.names import join, walk
 from shardow.model.slots import slots
 
@@ -94,7 +95,9 @@ class Fsdp1Adapter(Adapter):
         ]
         owned = {key for module in inside for key in _owners(module._handle.flat_param)}
         self._wrappers = inside + _wrappers_around(model, owned, _parameters_of(inside))
-        names = _names_of_modules(model) if self._wrappers else {}
+        names = defaultdict(list)
+        for name, module in walk(model) if self._wrappers else ():
+            names[id(module)].append(name)
         #: By the id of a flat parameter and the number of a parameter in it.
         self._places = {place: local for module in self._wrappers for place, local in _flat_tensors(module, names)}
         self.hidden = [*self._places.values()]
@@ -128,11 +131,11 @@ class Fsdp1Adapter(Adapter):
 
     def reshard(self) -> None:
         for module in self._wrappers:
-            free_unsharded(module._handle, lambda i, handle=module._handle: self._name(handle, i))  # type: ignore[misc]
+            free_unsharded(module._handle, partial(self._name, module._handle.flat_param))
 
-    def _name(self, handle: Any, index: int) -> str:
-        local, fqn = self._places.get((id(handle.flat_param), index)), str(handle.flat_param._fqns[index])
-        return fqn if local is None else local.name
+    def _name(self, flat: Any, index: int) -> str:
+        local = self._places.get((id(flat), index))
+        return str(flat._fqns[index]) if local is None else local.name
 
 
 def _wrappers_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any]:
@@ -148,7 +151,8 @@ def _wrappers_around(model: nn.Module, owned: set[int], known: set[int]) -> list
         for slot in slots(model, "parameter")
         if id(slot.recorded) not in known and hasattr(slot.recorded, "_fsdp_flattened")
     ]
-    if not marked and not any(key not in owned and _has_bare_tensor(module) for key, module in modules.items()):
+    others = (module for key, module in modules.items() if key not in owned)
+    if not marked and not any(isinstance(value, torch.Tensor) for module in others for value in vars(module).values()):
         return []
     found = [
         one for one in wrappers() if id(one) not in modules and not _owners(one._handle.flat_param).isdisjoint(modules)
@@ -174,18 +178,6 @@ def wrappers() -> Iterator[Any]:
             yield one
 
 
-def _has_bare_tensor(module: nn.Module) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in module.__dict__.values())
-
-
-def _names_of_modules(model: nn.Module) -> dict[int, list[str]]:
-    """Clean ones, by the module's id: of each place where it stands."""
-    names: dict[int, list[str]] = {}
-    for name, module in walk(model):
-        names.setdefault(id(module), []).append(name)
-    return names
-
-
 def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
     """Ids of what modules show of the wrappers' weights."""
     return {
@@ -193,13 +185,13 @@ def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
     }
 
 
-def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[tuple[tuple[int, int], LocalTensor]]:
+def _flat_tensors(module: Any, names: Mapping[int, list[str]]) -> Iterator[tuple[tuple[int, int], LocalTensor]]:
     """Yields the parameters of a flat one by its id and their numbers in it. ``names``: the clean names of each module,
     by id; what lies in other modules is left out."""
     handle = module._handle
-    flat, whole = handle.flat_param, not handle.uses_sharded_strategy
+    flat, sharded = handle.flat_param, handle.uses_sharded_strategy
     shown = list(flat._params) if flat._params is not None else [flat] * len(flat._fqns)
-    replicas, offsets = _replicas(module), _offsets(flat)
+    replicas = replicas_in(getattr(module, "_inter_node_pg", None) if sharded else module.process_group)
     for i, (owner, shape, info) in enumerate(
         zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
     ):
@@ -207,9 +199,7 @@ def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[tuple[tu
             continue
         name, *aliases = called
         begin, count, offset = 0, 0, 0
-        if whole:
-            begin, count, offset = 0, shape.numel(), offsets[i]
-        elif info.in_shard:
+        if info.in_shard:
             begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
         stretch = slice(offset, offset + count)
@@ -222,7 +212,7 @@ def _in_shard(handle: Any, stretch: slice) -> torch.Tensor:
     return shard_of(handle)[stretch]
 
 
-def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:
+def _names(owner: Any, flat: Any, names: Mapping[int, list[str]]) -> list[str]:
     """Every clean name of a parameter: of each place where its module stands, and of the parameters that are tied to
     it.
     """
@@ -234,18 +224,3 @@ def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:
     return list(
         dict.fromkeys(join(name, one.param_name) for one in (owner, *tied) for name in names.get(id(one.module), ()))
     )
-
-
-def _offsets(flat: Any) -> list[int]:
-    """Where each parameter begins in an unsharded flat parameter: alignment padding may lie between."""
-    offsets, at = [], 0
-    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
-        if not padding:
-            offsets.append(at)
-        at += numel
-    return offsets
-
-
-def _replicas(module: Any) -> Replicas:
-    sharded = module._handle.uses_sharded_strategy
-    return replicas_in(getattr(module, "_inter_node_pg", None) if sharded else module.process_group)

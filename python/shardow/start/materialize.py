@@ -163,10 +163,8 @@ class Request:
         kind = self._kind.total.decode()
         if kind in ("nothing", "a function"):
             report = initialise.by_init(job, self.target, self.source, self.seed)
-        elif kind in ("a mapping", _EMPTY):
-            report = fill.from_own_mapping(job, self.source)
-        elif kind == _RANK_0:
-            report = fill.from_first_rank(job, self.source, self.progress)
+        elif kind in ("a mapping", _EMPTY, _RANK_0):
+            report = fill.from_mapping(job, self.source, kind == _RANK_0, self.progress)
         else:
             report = fill.from_merged(job, self.source, **options)
 

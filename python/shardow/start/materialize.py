@@ -180,7 +180,7 @@ class Request:
             refuse_foreign(self.what, self.target.parameters, writes=True)
             if self.optimizer is not None:
                 self._bindings = origins.bindings(self.optimizer, self.target)
-            self._given = meta.give_memory(self.target, self.device, self.dtype)
+            meta.give_memory(self.target, self.device, self.dtype, self._given)
             essential = meta.valueless(self.target)
             held = held_by(self.target, self.group, saving=False)
         else:

@@ -32,7 +32,6 @@ def test_public_surface_is_frozen() -> None:
 
 def test_the_surface_of_memory_is_frozen() -> None:
     assert shardow.memory.__all__ == [
-        "Colours",
         "Switches",
         "Timeline",
         "Usage",

@@ -33,7 +33,6 @@ from shardow.distributed.transfers import empty
 from shardow.model.dtensor import region_of, sharded_like
 from shardow.model.dtypes import dtype_of
 from shardow.model.equal import Common, common_of
-from shardow.model.fsdp1 import FlatTensor
 from shardow.model.local import LocalTensor
 from shardow.model.parts import flat_of
 from shardow.model.view import ModelView
@@ -115,20 +114,14 @@ def _held(param: torch.Tensor, local: LocalTensor, where: str, value: torch.Tens
                 "written"
             )
         return "$part", flat_of(value._local_tensor.detach(), [])
-    if isinstance(local, FlatTensor) and value.dim() and value.shape == param.shape:
-        return "$part", flat_of(value.detach(), [])[stretch(param, local)]
+    if local.hidden and value.dim() and value.shape == param.shape:
+        return "$part", flat_of(value.detach(), [])[local.within]
     if isinstance(param, DTensor):
         same = value.dim() and value.shape == param._local_tensor.shape
         return ("$local", flat_of(value.detach(), [])) if same else ("$tensor", None)
-    if isinstance(local, FlatTensor) and value.dim():
+    if local.hidden and value.dim():
         raise unsupported(f"'{where}' has shape {tuple(value.shape)}, and other ranks' part is not known; not written")
     return ("$part", flat_of(value.detach(), [])) if value.shape == param.shape else ("$tensor", None)
-
-
-def stretch(param: torch.Tensor, local: FlatTensor) -> slice:
-    """Of the memory that ``param`` shows: its own, or the flat parameter's."""
-    begin = local.offset if param is local.handle.flat_param else 0
-    return slice(begin, begin + local.region.size)
 
 
 class Wanted:
@@ -175,7 +168,7 @@ class Resumed:
         self._groups: list[Tree] = plain.decode(options, self.wanted.whole)
         for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             locals_ = [one for one in params[id(p)] if one.name in tree["state"]]
-            if not locals_ or (isinstance(locals_[0], FlatTensor) and not p.numel()):  # of which other ranks have all
+            if not locals_ or (locals_[0].hidden and not p.numel()):  # of which other ranks have all
                 continue
             tensor = partial(self._tensor, p, {})
             found = [(one.name, plain.decode(tree["state"][one.name], partial(tensor, one))) for one in locals_]
@@ -192,8 +185,7 @@ class Resumed:
         if key not in known:
             known[key] = self._memory(param, key, self.wanted.form(name)[1])
         memory = known[key]
-        part = memory.view(-1)[stretch(param, local)] if isinstance(local, FlatTensor) else memory
-        self.wanted.read(name, part, local.region)
+        self.wanted.read(name, memory.view(-1)[local.within], local.region)
         return sharded_like(param, memory) if isinstance(param, DTensor) and kind == "$part" else memory
 
     def _memory(self, param: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:

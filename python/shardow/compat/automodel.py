@@ -520,7 +520,7 @@ def _unmatched(fit: Fit[Form | None], where: str) -> Unmatched:
 
 def weights_of(view: ModelView) -> dict[str, torch.Tensor]:
     """The modules' own parameters and buffers, by the names of view.parameters and view.buffers. FSDP1's have none."""
-    return {slot.local.name: slot.recorded for slot in view._found + view._found_buffers if not slot.tied}
+    return {local.name: local.shown for local in [*view.parameters, *view.buffers] if local.hidden is None}
 
 
 def look(weight: torch.Tensor | None, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:

@@ -130,9 +130,8 @@ class Looking:
 
     def look(self) -> Held:
         """May raise."""
-        what, writes = self._what, self._what == "load()"
-        self.held = held_by(self._state, self._group, saving=what.endswith("save()"))
-        refuse_foreign(what, self.held.memory, instead="" if writes else _INSTEAD, writes=writes)
+        self.held = held_by(self._state, self._group, saving=self._what.endswith("save()"))
+        refuse_foreign(self._what, self.held.memory, instead=_INSTEAD)
         return self.held
 
     def copies(self) -> Comparison:

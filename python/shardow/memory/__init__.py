@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from shardow.base.checks import with_torch
 
 if TYPE_CHECKING:
-    from shardow.memory.drawing import Colours, draw, figure
+    from shardow.memory.drawing import draw, figure
     from shardow.memory.measurement import measure
     from shardow.memory.prediction import Usage, plan
     from shardow.memory.samples import Timeline, timeline
     from shardow.memory.switches import Switches, apply
 
-__all__ = ["Colours", "Switches", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
+__all__ = ["Switches", "Timeline", "Usage", "apply", "draw", "figure", "measure", "plan", "timeline"]
 _HOMES = {
-    "Colours": "drawing", "Switches": "switches", "Timeline": "samples", "Usage": "prediction", "apply": "switches",
+    "Switches": "switches", "Timeline": "samples", "Usage": "prediction", "apply": "switches",
     "draw": "drawing", "figure": "drawing", "measure": "measurement", "plan": "prediction", "timeline": "samples",
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from shardow.base.checks import instance, invalid
 from shardow.ema import EMA
 from shardow.memory.activations import as_arguments, as_in_training, kept_bytes, storage_bytes, tensors_in
 from shardow.memory.prediction import Usage, usage
-from shardow.model.dtensor import DTensorAdapter
+from shardow.model.dtensor import modules_of, reshard
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.slots import slots
 
@@ -70,12 +70,10 @@ class _Parts:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._dtensors, self._fsdp1 = DTensorAdapter(model), Fsdp1Adapter(model)
-
-        self.reset = self._dtensors.reset  # after a forward that failed
+        self._fsdp2, self._fsdp1 = modules_of(model), Fsdp1Adapter(model)
 
     def reshard(self) -> None:
-        self._dtensors.reshard()
+        reshard(self._fsdp2)
         self._fsdp1.reshard()
 
     def tensors(self) -> list[torch.Tensor]:
@@ -97,9 +95,6 @@ def _activations(model: nn.Module, parts: _Parts, batch: Any, loss: Callable[[An
     try:
         with _as_it_was(model), as_in_training(model), torch.enable_grad():
             return kept_bytes(forward, parts.tensors)
-    except BaseException:
-        parts.reset()
-        raise
     finally:
         parts.reshard()
 

@@ -3,9 +3,7 @@ when they come back from a swap, after casts, moves to devices, replaced paramet
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardow.base.checks import invalid, warn
-from shardow.model.local import HiddenTensor, LocalTensor, oddity
+from shardow.model.local import LocalTensor, memory_of, oddity
 from shardow.model.slots import Slot, slots
 
 WAY_OUT = (
@@ -23,30 +21,13 @@ WAY_OUT = (
 )
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Found(Slot):
-    """A slot, and what lies there. ``tied``: it is the tensor of a slot that was found before, or lies on the same
-    memory, and ``local`` bears that slot's name."""
-
-    local: LocalTensor
-    tied: bool
-
-    def memory(self, now: torch.Tensor | None = None) -> torch.Tensor:
-        """The plain local tensor as it is now; ``now``: with that one in the slot."""
-        tensor = self.recorded if now is None else now
-        # to_local() makes a new view, with a grad_fn, each time.
-        memory: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
-        return memory
-
-
 def change(
-    model: nn.Module,
-    named: Mapping[str, torch.Tensor],
-    found: Iterable[Found],
-    hidden: Iterable[HiddenTensor],
-    buffers: Iterable[Found],
-) -> str | None:
-    """The first; None where nothing but addresses has changed. ``named``: the parameters that there were."""
+    model: nn.Module, made: Iterable[Slot], found: Iterable[Slot], hidden: Iterable[LocalTensor],
+    buffers: Iterable[Slot],
+) -> str | None:  # fmt: skip
+    """The first; None where nothing but addresses has changed. ``made``: all parameters that there were; ``found``:
+    those that are not hidden."""
+    named = {slot.name: slot.recorded for slot in made}
     now = {slot.name: slot.recorded for slot in slots(model, "parameter")}
     for name, was in named.items():
         if name not in now:
@@ -59,38 +40,31 @@ def change(
     for name, tensor in now.items():
         if id(tensor) not in known:
             return f"parameter '{name}' has been added since this EMA was made, and has no average; {WAY_OUT}"
-    text = next(itertools.chain(_of_parameters(list(found)), _of_hidden(hidden), _of_buffers(buffers)), None)
+    text = next(_changes(found, hidden, buffers), None)
     return None if text is None else f"{text}; {WAY_OUT}"
 
 
-def _of_parameters(found: list[Found]) -> Iterator[str]:
-    first = {one.local: one for one in reversed(found) if not one.tied}
-    for one in found:
-        if odd := oddity(one.local.tensor):
-            if oddity(one.memory()) != odd:
-                yield f"parameter '{one.name}' {odd}; it is not any more"
+def _changes(found: Iterable[Slot], hidden: Iterable[LocalTensor], buffers: Iterable[Slot]) -> Iterator[str]:
+    for slot in found:
+        local, memory = slot.local, memory_of(slot.recorded)
+        if odd := oddity(local.tensor):
+            if oddity(memory) != odd:
+                yield f"parameter '{slot.name}' {odd}; it is not any more"
             continue
-        if tuple(one.recorded.shape) != tuple(one.local.region.shape):
-            now, made = tuple(one.recorded.shape), tuple(one.local.region.shape)
-            yield f"parameter '{one.name}' has shape {now}, it was {made} when this EMA was made"
-        memory = one.memory()
-        if text := _difference(one.local, memory):
-            yield f"parameter '{one.name}' {text}"
-        if one.tied and memory.data_ptr() != first[one.local].memory().data_ptr():
-            yield f"parameter '{one.name}' no longer shares the memory of '{one.local.name}'"
-
-
-def _of_hidden(hidden: Iterable[HiddenTensor]) -> Iterator[str]:
-    for one in hidden:
-        if text := _difference(one, one.memory()):
-            yield f"parameter '{one.name}' {text}"
-
-
-def _of_buffers(buffers: Iterable[Found]) -> Iterator[str]:
-    for one in buffers:
-        buffer = one.owner.get(one.key)
-        if buffer is not None and (text := _difference(one.local, one.memory(buffer))):
-            yield f"buffer '{one.name}' {text}"
+        now, was = tuple(slot.recorded.shape), tuple(local.region.shape)
+        if now != was:
+            yield f"parameter '{slot.name}' has shape {now}, it was {was} when this EMA was made"
+        if text := _difference(local, memory):
+            yield f"parameter '{slot.name}' {text}"
+        if memory.data_ptr() != local.memory().data_ptr():
+            yield f"parameter '{slot.name}' no longer shares the memory of '{local.name}'"
+    for local in hidden:
+        if text := _difference(local, local.memory()):
+            yield f"parameter '{local.name}' {text}"
+    for slot in buffers:
+        buffer = slot.owner.get(slot.key)
+        if buffer is not None and (text := _difference(slot.local, memory_of(buffer))):
+            yield f"buffer '{slot.name}' {text}"
 
 
 def _difference(local: LocalTensor, memory: torch.Tensor) -> str | None:

@@ -6,6 +6,7 @@ of a part of a model, its parents too."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardow import _core
 from shardow.base.checks import unsupported, warn
-from shardow.model.local import Adapter, LocalTensor, Replicas
-from shardow.model.slots import Slot
+from shardow.model.local import LocalTensor, Replicas, memory_of
 
 
 def region_of(name: str, tensor: Any) -> _core.Region:
@@ -79,62 +79,60 @@ def empty_like(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dt
     return made
 
 
-class DTensorAdapter(Adapter):
-    """``modules``: FSDP2's, of which each may show unsharded copies."""
+def local_of(name: str, tensor: DTensor) -> LocalTensor:
+    """Returns what this rank holds of a DTensor."""
+    return LocalTensor(name, memory_of(tensor), region_of(name, tensor), tensor, replicas_of(tensor), True)
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules: list[Any] = [
-            module for module in model.modules() if isinstance(module, FSDPModule)
-        ] + _modules_around(model)
 
-    def claims(self, slot: Slot) -> bool:
-        return isinstance(slot.recorded, DTensor)
+def modules_of(model: nn.Module) -> list[Any]:
+    """Returns FSDP2's modules that show weights of ``model``: those in it, and those that it, or something in it, is a
+    part of."""
+    inside = {id(module): module for module in model.modules()}
+    own = [module for module in inside.values() if isinstance(module, FSDPModule)]
+    outside = [module for module in fsdp_modules() if id(module) not in inside]
+    return own + [module for module in outside if any(id(one) in inside for one in module.modules())]
 
-    def local(self, slot: Slot) -> LocalTensor:
-        tensor: Any = slot.recorded
-        region, memory = region_of(slot.name, tensor), tensor._local_tensor.detach()
-        return LocalTensor(slot.name, memory, region, tensor.requires_grad, replicas_of(tensor), True)
 
-    def reshard(self) -> None:
-        for module in self.modules:  # not recursive: the root alone is not enough
-            module.reshard()
+def reshard(modules: Iterable[Any]) -> None:
+    """Frees the unsharded copies that FSDP2's ``modules`` show. Local. After a forward that raised, roots believe that
+    it still runs, and ignore that: they are told that it has ended. Gradients that wait for their reduction are lost
+    with it, as torch documents."""
+    modules = list(modules)
+    for module in modules:  # not recursive: the root alone is not enough
+        module.reshard()
+    if not unsharded(modules):
+        return
+    for module in modules:
+        state = module._get_fsdp_state()  # private: nothing public tells a root, or that gradients wait
+        if state._is_root and hasattr(module, "reset_iter_state"):
+            if any(_awaits_reduction(group) for one in state._state_ctx.all_states for group in _groups(one)):
+                lost = "what was not yet reduced is dropped; begin the accumulation again"
+                warn(f"a forward of this FSDP2 model raised while gradients accumulated: {lost}", RuntimeWarning)
+            module.reset_iter_state()
+    for module in modules:
+        module.reshard()
 
-    def unsharded(self) -> list[str]:
-        """Parameters that are shown unsharded now."""
-        return [
-            f"{info.param_name} of {type(info.module).__name__}"
-            for module in self.modules
-            for group in _groups(module._get_fsdp_state())  # private: nothing public tells unsharded from never sharded
-            for info, whole in ((p._module_info, getattr(p, "_unsharded_param", None)) for p in group.fsdp_params)
-            if whole is not None and info.module._parameters.get(info.param_name) is whole
-        ]
 
-    def reset(self) -> None:
-        """After a forward that raised, roots believe that it still runs, and ignore reshard(). Gradients that wait for
-        their reduction are lost with it, as torch documents."""
-        for module in self.modules:
-            state = module._get_fsdp_state()  # private: nothing public tells a root, or that gradients wait
-            if state._is_root and hasattr(module, "reset_iter_state"):
-                if any(_awaits_reduction(group) for one in state._state_ctx.all_states for group in _groups(one)):
-                    lost = "what was not yet reduced is dropped; begin the accumulation again"
-                    warn(
-                        f"a forward of this FSDP2 model raised while gradients accumulated: {lost}",
-                        RuntimeWarning,
-                    )
-                module.reset_iter_state()
-        self.reshard()
+def unsharded(modules: Iterable[Any]) -> list[str]:
+    """Returns the parameters that FSDP2's ``modules`` show unsharded now."""
+    return [
+        f"{info.param_name} of {type(info.module).__name__}"
+        for p in parameters_of(modules)
+        for info, whole in [(p._module_info, getattr(p, "_unsharded_param", None))]
+        if whole is not None and info.module._parameters.get(info.param_name) is whole
+    ]
+
+
+def parameters_of(modules: Iterable[Any]) -> Iterator[Any]:
+    """Yields what FSDP2 keeps of each parameter; private: nothing public tells unsharded from never sharded."""
+    for module in modules:
+        for group in _groups(module._get_fsdp_state()):
+            yield from group.fsdp_params
 
 
 def fsdp_modules() -> list[Any]:
     """Returns every FSDPModule alive."""
     return [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
-
-
-def _modules_around(model: nn.Module) -> list[Any]:
-    """Returns the FSDP modules that ``model``, or something in it, is a part of."""
-    inside = set(map(id, model.modules()))
-    outside = [module for module in fsdp_modules() if id(module) not in inside]
-    return [module for module in outside if any(id(one) in inside for one in module.modules())]
 
 
 def _groups(state: Any) -> list[Any]:

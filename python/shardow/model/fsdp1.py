@@ -9,9 +9,9 @@ forward uses, and nothing in its parameters shows it: handles are resharded befo
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,24 +21,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.local import Adapter, HiddenTensor, Replicas, replicas_in
+from shardow.model.local import Adapter, LocalTensor, replicas_in
 from shardow.model.names import join, walk
 from shardow.model.slots import slots
 
 _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.summon_full_params()"
-
-
-@dataclass(eq=False, slots=True)
-class FlatTensor(HiddenTensor):
-    """A parameter inside a flat shard: ``offset`` elements from its start. ``shown``: a parameter of its own, or the
-    whole flat one. ``index``: among the flat one's."""
-
-    handle: Any = None
-    offset: int = 0
-    index: int = 0
-
-    def memory(self) -> torch.Tensor:
-        return shard_of(self.handle)[self.offset : self.offset + self.region.size]
 
 
 def shard_of(handle: Any) -> torch.Tensor:
@@ -102,26 +89,29 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
 
 
 class Fsdp1Adapter(Adapter):
-    hidden: list[FlatTensor]
-
     def __init__(self, model: nn.Module) -> None:
         inside: list[Any] = [
             one for one in model.modules() if isinstance(one, FullyShardedDataParallel) and one._handle is not None
         ]
         owned = {key for module in inside for key in _owners(module._handle.flat_param)}
         self._wrappers = inside + _wrappers_around(model, owned, _parameters_of(inside))
-        names = _names_of_modules(model) if self._wrappers else {}
-        self.hidden = [local for module in self._wrappers for local in _flat_tensors(module, names)]
-        self._owned = _parameters_of(self._wrappers)
+        names = defaultdict(list)
+        for name, module in walk(model) if self._wrappers else ():
+            names[id(module)].append(name)
+        #: By the id of a flat parameter and the number of a parameter in it.
+        self._places = {place: local for module in self._wrappers for place, local in _flat_tensors(module, names)}
+        self.hidden = [*self._places.values()]
+        self.owned = _parameters_of(self._wrappers)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        return [module.process_group for module in self._wrappers]
-
-    def spans_world(self) -> bool:
-        """Hybrid sharding is a product of two groups, of which each rank knows its own row and column only."""
-        world = dist.get_world_size() if self._wrappers else 0
-        groups = [(dist.get_world_size(module.process_group), _replicas(module)) for module in self._wrappers]
-        return any(row * math.prod(size for _, _, size in columns) == world for row, columns in groups)
+        """Returns the groups of the ranks that share flat parameters; of hybrid sharding, a product of two groups of
+        which each rank knows its own row and column alone, WORLD where that is everybody."""
+        groups, world = list[dist.ProcessGroup](), dist.group.WORLD
+        for module in self._wrappers:
+            columns = getattr(module, "_inter_node_pg", None)
+            size = dist.get_world_size(module.process_group) * (dist.get_world_size(columns) if columns else 1)
+            groups.append(world if world and size == world.size() else module.process_group)
+        return groups
 
     def shards(self) -> list[torch.Tensor]:
         return [shard_of(module._handle) for module in self._wrappers]
@@ -131,11 +121,7 @@ class Fsdp1Adapter(Adapter):
 
     def shown(self) -> list[torch.Tensor]:
         """Returns those that have this rank's part in the shard."""
-        return [
-            one.shown
-            for one in self.hidden
-            if one.shown is not one.handle.flat_param and type(one.shown) is nn.Parameter
-        ]
+        return [local.shown for local in self.hidden if type(local.shown) is nn.Parameter]
 
     def written(self) -> None:
         torch.autograd.graph.increment_version(self.flat_parameters())
@@ -145,11 +131,11 @@ class Fsdp1Adapter(Adapter):
 
     def reshard(self) -> None:
         for module in self._wrappers:
-            free_unsharded(module._handle, lambda i, handle=module._handle: self._name(handle, i))  # type: ignore[misc]
+            free_unsharded(module._handle, partial(self._name, module._handle.flat_param))
 
-    def _name(self, handle: Any, index: int) -> str:
-        fqn: str = handle.flat_param._fqns[index]
-        return next((one.name for one in self.hidden if one.handle is handle and one.index == index), fqn)
+    def _name(self, flat: Any, index: int) -> str:
+        local = self._places.get((id(flat), index))
+        return str(flat._fqns[index]) if local is None else local.name
 
 
 def _wrappers_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any]:
@@ -165,7 +151,8 @@ def _wrappers_around(model: nn.Module, owned: set[int], known: set[int]) -> list
         for slot in slots(model, "parameter")
         if id(slot.recorded) not in known and hasattr(slot.recorded, "_fsdp_flattened")
     ]
-    if not marked and not any(key not in owned and _has_bare_tensor(module) for key, module in modules.items()):
+    others = (module for key, module in modules.items() if key not in owned)
+    if not marked and not any(isinstance(value, torch.Tensor) for module in others for value in vars(module).values()):
         return []
     found = [
         one for one in wrappers() if id(one) not in modules and not _owners(one._handle.flat_param).isdisjoint(modules)
@@ -191,18 +178,6 @@ def wrappers() -> Iterator[Any]:
             yield one
 
 
-def _has_bare_tensor(module: nn.Module) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in module.__dict__.values())
-
-
-def _names_of_modules(model: nn.Module) -> dict[int, list[str]]:
-    """Clean ones, by the module's id: of each place where it stands."""
-    names: dict[int, list[str]] = {}
-    for name, module in walk(model):
-        names.setdefault(id(module), []).append(name)
-    return names
-
-
 def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
     """Ids of what modules show of the wrappers' weights."""
     return {
@@ -210,32 +185,34 @@ def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
     }
 
 
-def _flat_tensors(module: Any, names: dict[int, list[str]]) -> Iterator[FlatTensor]:
-    """``names``: the clean names of each module, by id; what lies in other modules is left out."""
+def _flat_tensors(module: Any, names: Mapping[int, list[str]]) -> Iterator[tuple[tuple[int, int], LocalTensor]]:
+    """Yields the parameters of a flat one by its id and their numbers in it. ``names``: the clean names of each module,
+    by id; what lies in other modules is left out."""
     handle = module._handle
-    flat, whole = handle.flat_param, not handle.uses_sharded_strategy
+    flat, sharded = handle.flat_param, handle.uses_sharded_strategy
     shown = list(flat._params) if flat._params is not None else [flat] * len(flat._fqns)
-    replicas, offsets = _replicas(module), _offsets(flat)
+    replicas = replicas_in(getattr(module, "_inter_node_pg", None) if sharded else module.process_group)
     for i, (owner, shape, info) in enumerate(
         zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
     ):
         if not (called := _names(owner, flat, names)):
             continue
         name, *aliases = called
-        param = shown[i]
         begin, count, offset = 0, 0, 0
-        if whole:
-            begin, count, offset = 0, shape.numel(), offsets[i]
-        elif info.in_shard:
+        if info.in_shard:
             begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
-        memory = shard_of(handle)[offset : offset + count]
-        yield FlatTensor(
-            name, memory, region, param.requires_grad, replicas, True, tuple(aliases), param, handle, offset, i
-        )
+        stretch = slice(offset, offset + count)
+        memory, within = partial(_in_shard, handle, stretch), stretch if shown[i] is flat else slice(count)
+        local = LocalTensor(name, memory(), region, shown[i], replicas, True, tuple(aliases), memory, within)
+        yield (id(flat), i), local
 
 
-def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:
+def _in_shard(handle: Any, stretch: slice) -> torch.Tensor:
+    return shard_of(handle)[stretch]
+
+
+def _names(owner: Any, flat: Any, names: Mapping[int, list[str]]) -> list[str]:
     """Every clean name of a parameter: of each place where its module stands, and of the parameters that are tied to
     it.
     """
@@ -247,18 +224,3 @@ def _names(owner: Any, flat: Any, names: dict[int, list[str]]) -> list[str]:
     return list(
         dict.fromkeys(join(name, one.param_name) for one in (owner, *tied) for name in names.get(id(one.module), ()))
     )
-
-
-def _offsets(flat: Any) -> list[int]:
-    """Where each parameter begins in an unsharded flat parameter: alignment padding may lie between."""
-    offsets, at = [], 0
-    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
-        if not padding:
-            offsets.append(at)
-        at += numel
-    return offsets
-
-
-def _replicas(module: Any) -> Replicas:
-    sharded = module._handle.uses_sharded_strategy
-    return replicas_in(getattr(module, "_inter_node_pg", None) if sharded else module.process_group)

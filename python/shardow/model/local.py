@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardow import _core
 from shardow.base.checks import unsupported
-from shardow.model.slots import Slot
 
 #: Groups of ranks that hold the same elements: (process group, this rank's index in it, its size), to be divided in
 #: order.
@@ -26,19 +26,50 @@ def replicas_in(group: dist.ProcessGroup | None) -> Replicas:
     return ((group, dist.get_rank(group), dist.get_world_size(group)),)
 
 
+def replicas_by_parameter(model: nn.Module, group: dist.ProcessGroup | None) -> dict[int, Replicas]:
+    """Returns the replicas of whole parameters by their ids: ``group``, or of what is in a DDP module, its ranks. Only
+    parameters are replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own: dividing
+    them, or handing out another's, would mix ranks."""
+    known = dict.fromkeys(map(id, model.parameters()), replicas_in(group))
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ignored = module.parameters_to_ignore
+            equal = (parameter for name, parameter in module.module.named_parameters() if name not in ignored)
+            known |= dict.fromkeys(map(id, equal), replicas_in(module.process_group))
+    return known
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the plain local tensor; to_local() makes a new view, with a grad_fn, each time."""
+    memory: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    return memory
+
+
 @dataclass(eq=False, slots=True)
 class LocalTensor:
     """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; it may
     be strided, and where find() says so odd. Other names of the same tensor are ``aliases``. ``sharded`` is False for a
-    tensor that every rank holds whole without any group saying so: a plain parameter beside sharded ones."""
+    tensor that every rank holds whole without any group saying so: a plain parameter beside sharded ones. ``shown``:
+    what has the gradient, a slot's tensor or a parameter that is shown instead, whose elements ``within`` these are;
+    ``hidden``: where it lies now, of what no slot shows."""
 
     name: str
     tensor: torch.Tensor
     region: _core.Region
-    requires_grad: bool
+    shown: Any
     replicas: Replicas = ()
     sharded: bool = False
     aliases: tuple[str, ...] = ()
+    hidden: Callable[[], torch.Tensor] | None = None
+    within: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(self.shown.requires_grad)
+
+    def memory(self) -> torch.Tensor:
+        """Returns where it lies now."""
+        return memory_of(self.shown) if self.hidden is None else self.hidden()
 
     def is_in_order(self) -> bool:
         """Returns whether the memory is the elements, one after another."""
@@ -59,35 +90,13 @@ class LocalTensor:
         return self.sharded or bool(self.replicas) or rank == 0
 
 
-@dataclass(eq=False, slots=True)
-class HiddenTensor(LocalTensor):
-    """What no slot shows: a stretch of a parameter that its wrapper keeps elsewhere. ``shown``: the parameter that has
-    the gradient.
-    """
-
-    shown: Any = None
-
-    def memory(self) -> torch.Tensor:
-        """Where it lies now."""
-        raise NotImplementedError
-
-
 class Adapter:
-    """One way to hold parameters; as it is here, one whose wrapper keeps weights where no slot shows them. A class,
-    so that a new sharding is one beside the others, and nothing else asks what kind a model is. A model may mix kinds:
-    every slot belongs to the first adapter that claims it. ``hidden``: the local tensors that no slot shows;
-    ``_owned``: ids of the parameters that are shown instead."""
+    """One way to keep parameters where no slot shows them. A class, so that a new one is beside the others, and nothing
+    else asks how a model keeps its weights. ``hidden``: the local tensors; ``owned``: ids of the parameters that are
+    shown instead."""
 
-    hidden: Sequence[HiddenTensor] = ()
-    _owned: Set[int] = frozenset()
-
-    def claims(self, slot: Slot) -> bool:
-        """True if this adapter knows what the slot's tensor is."""
-        return id(slot.recorded) in self._owned
-
-    def local(self, slot: Slot) -> LocalTensor | None:
-        """The local tensor in a claimed slot; None where it is hidden."""
-        return None
+    hidden: Sequence[LocalTensor] = ()
+    owned: Set[int] = frozenset()
 
     def shards(self) -> Iterable[torch.Tensor]:
         """Returns tensors whose addresses show whether anything hidden moved."""
@@ -126,7 +135,7 @@ def oddity(tensor: torch.Tensor) -> str | None:
 
 def refuse_odd(name: str, tensor: torch.Tensor) -> None:
     if odd := oddity(tensor):
-        raise unsupported(f"'{name}' {odd}; leave it out, or put its parts there as dense tensors")
+        raise unsupported(f"'{name}' {odd}; leave it out, or give its to_dense(), or its parts as dense tensors")
 
 
 def refuse_all_odd(locals_: Iterable[LocalTensor]) -> None:

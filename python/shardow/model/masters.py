@@ -9,8 +9,8 @@ import torch
 
 from shardow.base.checks import unsupported
 from shardow.model.parts import Held
-from shardow.model.slots import slots
-from shardow.model.zero3 import is_partitioned
+from shardow.model.slots import by_tensor, slots
+from shardow.model.zero3 import begin_of, is_partitioned
 
 
 def master_of(parameter: Any) -> tuple[torch.Tensor, int] | None:
@@ -30,7 +30,7 @@ def _of_partition(p: Any, optimizer: Any) -> tuple[torch.Tensor, int] | None:
     """Of the same elements as ``ds_tensor``, without its padding."""
     if optimizer is None or not p.requires_grad or optimizer.get_param_id(p) not in optimizer.grad_position:
         return None
-    begin = min(p.ds_tensor.ds_numel * p.ds_zero_partition_rank, p.ds_numel)
+    begin = begin_of(p)
     master = optimizer.get_local_fp32_param(p).detach()
     return master[: min(master.numel(), p.ds_numel - begin)], begin
 
@@ -41,16 +41,11 @@ def fill_masters_too(held: Held) -> None:
     """
     if held.view is None:
         return
-    places = [*slots(held.view.model, "parameter")]
-    if not any(hasattr(slot.recorded, "_hp_mapping") or is_partitioned(slot.recorded) for slot in places):
-        return
     at = {name: number for number, part in enumerate(held.parts) for name in held.names[part.name]}
-    done = set()
-    for slot in places:
+    for slot, *_ in by_tensor(slots(held.view.model, "parameter")).values():
         number = at.get(slot.name)
-        if number is None or number in done:
+        if number is None:
             continue
-        done.add(number)
         if getattr(getattr(slot.recorded, "_z3_optimizer", None), "swap_optimizer", False):
             way_out = "load before deepspeed.initialize(), or offload to 'cpu'"
             raise unsupported(

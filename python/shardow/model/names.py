@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardow.base.checks import invalid, unsupported
 
 #: (class name of a wrapper, the child that it wraps). Class names: importing all the classes would cost a second and
 #: tie us to their private homes.
 _WRAPPERS = {
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "DistributedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
@@ -26,7 +28,7 @@ _WRAPPERS = {
 }
 
 #: Components that a file's keys may have and a plain model's names don't: wrappers', DDP's, PEFT's.
-_IN_FILES = {*_WRAPPERS.values(), "module", "base_layer", "parametrizations"}
+_IN_FILES = {*_WRAPPERS.values(), "base_layer", "parametrizations"}
 
 _LORA = re.compile(r"(\blora_\w+)\.[^.]+(?=(?:\.weight|\.bias)?$)")
 # DoRA's vector is a module in the model, and a plain tensor in the file.
@@ -35,21 +37,14 @@ _MAGNITUDE = re.compile(r"(\blora_magnitude_vector)\.weight$")
 
 def wrapped_child(module: nn.Module) -> str | None:
     """The name of the child that ``module`` is only a wrapper of; None for an ordinary module."""
-    if isinstance(module, (DistributedDataParallel, DataParallel)):
-        return "module"
     cls: Any = type(module)
-    for child in _children_of(cls):
-        if child in module._modules:
-            return child
-    return None
+    return next((child for child in _children_of(cls) if child in module._modules), None)
 
 
 @functools.lru_cache(1024)
 def _children_of(cls: Any) -> tuple[str, ...]:
     """What modules of a class may be only wrappers of."""
-    names = (base.__name__ for base in cls.__mro__)
-    children = ("module" if name == "DeepSpeedEngine" else _WRAPPERS.get(name) for name in names)
-    return tuple(child for child in children if child is not None)
+    return tuple(_WRAPPERS[base.__name__] for base in cls.__mro__ if base.__name__ in _WRAPPERS)
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -80,7 +75,7 @@ def join(prefix: str, name: str) -> str:
 
 def without_wrappers(key: str) -> str:
     """A file's key without the components that no user's own submodule is called."""
-    return ".".join(part for part in key.split(".") if part not in _WRAPPERS.values())
+    return ".".join(part for part in key.split(".") if part == "module" or part not in _WRAPPERS.values())
 
 
 def clean_file_key(key: str) -> str:

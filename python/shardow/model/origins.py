@@ -52,10 +52,15 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
     found: Bindings = []
     there = {id(slot.recorded): (slot.module, slot.key) for slot in slots(model, "parameter")}
     modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
+
+    def place(param: torch.Tensor, name: str | None) -> tuple[nn.Module, str] | None:
+        reference, key = _origins.get(param, (lambda: None, ""))
+        path, _, named_key = (name or "").rpartition(".")
+        return there.get(id(param)) or _place(reference(), key) or _place(modules.get(path), named_key)
+
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [None] * len(group["params"])
-        pairs = zip(group["params"], names, strict=True)
-        known = [there.get(id(param)) or _remembered(param) or _named(modules, name) for param, name in pairs]
+        known = [*map(place, group["params"], names)]
         found.append([place for place in known if place is not None])
         if None in known:
             i = known.index(None)
@@ -106,16 +111,6 @@ def _sharded_as(param: torch.Tensor, value: Any) -> Any:
     take(value, region_of("a state of the optimizer", param), flat)
     local.copy_(flat.view(local.shape))
     return sharded_like(param, local)
-
-
-def _remembered(param: torch.Tensor) -> tuple[nn.Module, str] | None:
-    reference, key = _origins.get(param, (lambda: None, ""))
-    return _place(reference(), key)
-
-
-def _named(modules: dict[str, nn.Module], name: str | None) -> tuple[nn.Module, str] | None:
-    path, _, key = (name or "").rpartition(".")
-    return _place(modules.get(path), key)
 
 
 def _place(module: nn.Module | None, key: str) -> tuple[nn.Module, str] | None:

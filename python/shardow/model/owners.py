@@ -6,14 +6,12 @@ too."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
-from shardow.model.dtensor import DTensorAdapter, fsdp_modules
+from shardow.model.dtensor import fsdp_modules, parameters_of, reshard
 from shardow.model.fsdp1 import free_unsharded, wrappers
 
 
@@ -35,32 +33,13 @@ def has_fsdp(model: nn.Module) -> bool:
 
 
 def _reshard_fsdp2(found: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The shards of unsharded parameters, by id. Other models that are unsharded now are resharded too, which costs
-    them a gathering.
-    """
-    wanted = set(map(id, found))
-    modules: list[tuple[Any, dict[str, torch.Tensor]]] = []
+    """The shards of unsharded parameters, by id, of all modules that any of ``found`` is in, which are resharded."""
+    wanted, shards, modules = set(map(id, found)), dict[int, torch.Tensor](), []
     for module in fsdp_modules():
-        shown = _shown(module)
-        if any(id(p) in wanted or not isinstance(p, DTensor) for p in shown.values()):
-            module.reshard()
-            modules.append((module, shown))
-    if not modules:
-        return {}
-    now = {id(p) for module, _ in modules for p in _shown(module).values()}
-    if any(isinstance(p, DTensor) and id(p) not in now for p in found):
-        for module, shown in modules:
-            if any(
-                p is after and not isinstance(p, DTensor)
-                for p, after in zip(shown.values(), _shown(module).values(), strict=True)
-            ):
-                DTensorAdapter(module).reset()  # after a forward that raised, reshard() did nothing
-    return {
-        id(p): after
-        for module, shown in modules
-        for p, after in zip(shown.values(), _shown(module).values(), strict=True)
-    }
-
-
-def _shown(module: Any) -> dict[str, torch.Tensor]:
-    return dict(module.named_parameters(remove_duplicate=False))
+        kept = [*parameters_of(one for one in module.modules() if isinstance(one, FSDPModule))]
+        shown = {id(p._unsharded_param): p.sharded_param for p in kept if hasattr(p, "_unsharded_param")}
+        if not wanted.isdisjoint({*shown, *(id(p.sharded_param) for p in kept)}):
+            modules.append(module)
+            shards |= shown
+    reshard(modules)
+    return shards

@@ -13,11 +13,12 @@ from torch import nn
 
 from shardow import _core
 from shardow.base import plain
-from shardow.base.checks import instance, invalid, unsupported
+from shardow.base.checks import instance, invalid
 from shardow.distributed.gather import Part
 from shardow.model.dtensor import region_of
 from shardow.model.extra_state import KEY, extra_states, give
 from shardow.model.groups import group_of_model
+from shardow.model.local import memory_of, refuse_odd
 from shardow.model.piece import Piece
 from shardow.model.view import ModelView, find
 
@@ -125,13 +126,9 @@ def _is_shared(tensor: object) -> bool:
 def _part(name: str, tensor: Any, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> Part:
     if isinstance(tensor, Piece):
         return Part(name, tensor.local, tensor.region)
-    if tensor.is_nested:
-        raise unsupported(f"'{name}' is nested; files hold tensors of one shape: give its parts, or a padded one")
-    if tensor.layout != torch.strided:
-        way_out = "give its to_dense(), or its indices and values by names of their own"
-        raise unsupported(f"'{name}' is {tensor.layout}; files hold dense tensors: {way_out}")
+    local = memory_of(tensor)
+    refuse_odd(name, local)
     region = region_of(name, tensor) if hasattr(tensor, "_local_tensor") else _core.Region.whole(list(tensor.shape))
-    local = getattr(tensor, "_local_tensor", tensor).detach()
     if local.is_meta:
         raise invalid(f"'{name}' is on meta: it has no memory; give it some first: model.to_empty(device=...)")
     return Part(name, flat_of(local, copied), region)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardow.base.checks import first_of, invalid
+from shardow.model.local import LocalTensor
 from shardow.model.names import join, walk
 
 Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is not persistent: no file has it
@@ -18,15 +19,15 @@ Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is no
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was
-    found.
-    """
+    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was found.
+    ``local``: what a ModelView found there; tied slots share it, under the first one's name."""
 
     name: str
     key: str
     recorded: torch.Tensor
     kind: Kind
     module: nn.Module
+    local: LocalTensor = field(init=False)
 
     @property
     def owner(self) -> dict[str, Any]:
@@ -44,15 +45,13 @@ def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:
 
 def slots_of(module: nn.Module, name: str = "", *kinds: Kind) -> Iterator[Slot]:
     """One module's own."""
-    parameters, buffers = module._parameters, module._buffers
-    if parameters and (not kinds or "parameter" in kinds):
-        for key, parameter in list(parameters.items()):
-            if parameter is not None:
-                yield Slot(join(name, key), key, parameter, "parameter", module)
-    for key, buffer in list(buffers.items()):
-        kind: Kind = "table" if key in module._non_persistent_buffers_set else "buffer"
-        if buffer is not None and (not kinds or kind in kinds):
-            yield Slot(join(name, key), key, buffer, kind, module)
+    places: list[tuple[str, torch.Tensor | None, Kind]]
+    places = [(key, parameter, "parameter") for key, parameter in module._parameters.items()]
+    tables = module._non_persistent_buffers_set
+    places += [(key, buffer, "table" if key in tables else "buffer") for key, buffer in module._buffers.items()]
+    for key, tensor, kind in places:
+        if tensor is not None and (not kinds or kind in kinds):
+            yield Slot(join(name, key), key, tensor, kind, module)
 
 
 def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:

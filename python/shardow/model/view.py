@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core
 from shardow.base.checks import instance, invalid, unsupported
-from shardow.model.changes import WAY_OUT, Found, change
-from shardow.model.dtensor import DTensorAdapter
+from shardow.model.changes import WAY_OUT, change
+from shardow.model.dtensor import local_of, modules_of, reshard, unsharded
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
-from shardow.model.local import Adapter, LocalTensor, oddity, refuse_all_odd
+from shardow.model.local import LocalTensor, memory_of, oddity, refuse_all_odd, replicas_by_parameter
 from shardow.model.names import refuse_scripted, walk
-from shardow.model.plain import PlainAdapter
 from shardow.model.slots import Slot, refuse_valueless, slots, slots_of
 from shardow.model.storage import MARKS, address_of, overlaps
 from shardow.model.zero3 import Zero3Adapter
@@ -31,61 +30,63 @@ class ModelView:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self.model = model
-        self._dtensors = DTensorAdapter(model)
-        self._show_shards()
+        self._fsdp2 = modules_of(model)
+        # After a forward without backward FSDP2 shows unsharded copies, which would pass for a plain model.
+        reshard(self._fsdp2)
+        if shown := unsharded(self._fsdp2):
+            raise invalid(f"{', '.join(shown[:8])}: unsharded; call this outside of forward and backward")
         modules = [*walk(model)]
         refuse_scripted(modules)
         places = [slot for name, module in modules for slot in slots_of(module, name)]
         refuse_valueless(places)
-        parameters = [slot for slot in places if slot.kind == "parameter"]
-        self._fsdp1, zero3 = Fsdp1Adapter(model), Zero3Adapter(parameters)
-        self._adapters: tuple[Adapter, ...] = (self._dtensors, self._fsdp1, zero3, PlainAdapter(model, group))
+        self._slots = [slot for slot in places if slot.kind == "parameter"]
+        self._fsdp1 = Fsdp1Adapter(model)
         #: Those that hide something of this model: the others are not asked again.
-        self._hiding = [adapter for adapter in self._adapters if adapter.hidden]
-        self._gathering = [*self._hiding, *([self._dtensors] if self._dtensors.modules else [])]
+        self._hiding = [adapter for adapter in (self._fsdp1, Zero3Adapter(self._slots)) if adapter.hidden]
         self._hidden = [local for adapter in self._hiding for local in adapter.hidden]
+        self._replicas = replicas_by_parameter(model, group)
         self.watch_buffers = False
-        self._followed_buffers: _core.Watch | None = None  # as they were when they were followed last
-        self._found = self._collect(parameters)
+        self._found = self._collect(self._slots)
         self._found_buffers = self._collect([slot for slot in places if slot.kind == "buffer"])
         self._tie_by_memory()
-        found = [one.local for one in self._found if not one.tied]
-        self.parameters = _in_model_order(found, self._hidden, modules)
-        self._buffers = [one.local for one in self._found_buffers if not one.tied]
-        self._record(parameters)
+        self.parameters = _in_model_order([*_locals(self._found), *self._hidden], modules)
+        self._record()
         self.process_group = group_of_tensors(model, [slot.recorded for slot in places], group, self._fsdp1)
 
     @property
     def buffers(self) -> list[LocalTensor]:
         """As they are now: modules replace their buffers freely, and register others."""
-        if self._followed_buffers is None or not _same(self._followed_buffers):
-            self._follow_buffers()
-            self._take_in_buffers()
-            self._followed_buffers = self._watch_buffers()
-        return self._buffers
+        self._follow_buffers()
+        known = {(id(slot.owner), slot.key) for slot in self._found_buffers}
+        new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
+        self._found_buffers += self._collect(new, before=self._found_buffers)
+        return _locals(self._found_buffers)
 
-    def _collect(self, slots: Iterable[Slot], before: Mapping[int, LocalTensor] | None = None) -> list[Found]:
-        """Each tensor once; further names of it are aliases. ``before``: found already, by the tensors' ids."""
-        known: dict[int, LocalTensor] = dict(before or {})
-        found = []
-        for slot in slots:
-            adapter = next(one for one in self._adapters if one.claims(slot))
-            tied = id(slot.recorded) in known
-            local = known[id(slot.recorded)] if tied else adapter.local(slot)
-            if local is not None:
-                known[id(slot.recorded)] = local
-                _add_alias(local, slot.name)
-                found.append(Found(slot.name, slot.key, slot.recorded, slot.kind, slot.module, local=local, tied=tied))
+    def _collect(self, slots: Iterable[Slot], before: Iterable[Slot] = ()) -> list[Slot]:
+        """Each tensor once; further names of it are aliases. ``before``: slots that were found already."""
+        known = {id(slot.recorded): slot.local for slot in before}
+        owned = {key for adapter in self._hiding for key in adapter.owned}
+        found = [slot for slot in slots if id(slot.recorded) not in owned]
+        for slot in found:
+            key = id(slot.recorded)
+            slot.local = known[key] = known[key] if key in known else self._local(slot)
+            _add_alias(slot.local, slot.name)
         return found
+
+    def _local(self, slot: Slot) -> LocalTensor:
+        """Returns what this rank holds of a slot's tensor, which is whole where it is no DTensor."""
+        tensor = slot.recorded
+        if isinstance(tensor, DTensor):
+            return local_of(slot.name, tensor)
+        replicas = self._replicas.get(id(tensor), ())
+        region = _core.Region.whole([] if tensor.is_nested else list(tensor.shape))
+        return LocalTensor(slot.name, tensor.detach(), region, tensor, replicas, bool(replicas))
 
     def _tie_by_memory(self) -> None:
         """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be
         lost."""
         found = [*self._found, *self._found_buffers]
-        places: dict[int, list[Found]] = {}
-        for one in found:
-            places.setdefault(id(one.local), []).append(one)
-        for first, second in overlaps(one.local for one in found if not one.tied and not oddity(one.local.tensor)):
+        for first, second in overlaps(local for local in _locals(found) if not oddity(local.tensor)):
             if (
                 first.tensor.data_ptr() != second.tensor.data_ptr()
                 or first.tensor.stride() != second.tensor.stride()
@@ -96,43 +97,28 @@ class ModelView:
                     f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of "
                     "its own"
                 )
-            for one in places[id(second)]:
-                _add_alias(first, one.name)
-                one.local, one.tied = first, True
+            for slot in found:
+                if slot.local is second:
+                    slot.local = first
+                    _add_alias(first, slot.name)
 
     # ---- the model's state
 
-    def _show_shards(self) -> None:
-        """After a forward without backward, or one that raised, FSDP2 shows unsharded copies, which would pass for a
-        plain model.
-        """
-        self._dtensors.reshard()
-        if self._dtensors.unsharded():
-            self._dtensors.reset()
-        if unsharded := self._dtensors.unsharded():
-            raise invalid(f"{', '.join(unsharded[:8])}: unsharded; call this outside of forward and backward")
-
     def reshard(self) -> None:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
-        for adapter in self._gathering:
+        reshard(self._fsdp2)
+        for adapter in self._hiding:
             adapter.reshard()
-        if (
-            self._sharded
-            and not self._watch.tree_same()
-            and any(one.owner.get(one.key) is not one.recorded for one in self._found)
-        ):
-            self._dtensors.reset()
 
     def unchanged(self) -> bool:
         """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.08 us a
         parameter after an optimizer's step."""
-        if not (
+        return (
             _same(self._watch)
             and self._flat_addresses() == self._recorded_flat
             and all(adapter.in_place() for adapter in self._hiding)
-        ):
-            return False
-        return not self.watch_buffers or self._buffers_same()
+            and (not self.watch_buffers or _same(self._buffer_watch) or self._buffers_same())
+        )
 
     def unchanged_at_rest(self) -> bool:
         """unchanged(), if need be when unsharded copies of the weights are gone."""
@@ -148,13 +134,11 @@ class ModelView:
         """
         if self._change() is not None:
             return False
-        for one in self._found:
-            one.local.tensor = one.memory()
-        for hidden in self._hidden:
-            hidden.tensor = hidden.memory()
+        for local in self.parameters:
+            local.tensor = local.memory()
         self._follow_buffers()
         bind()
-        self._record(slots(self.model, "parameter"))
+        self._record()
         return True
 
     def as_it_is_now(self) -> list[LocalTensor]:
@@ -164,7 +148,7 @@ class ModelView:
 
     def versions(self) -> dict[str, int]:
         """Torch's counters of writes into parameters, of which FSDP1's flat ones have none that tells."""
-        return {one.name: getattr(one.recorded, "_local_tensor", one.recorded)._version for one in self._found}
+        return {slot.name: getattr(slot.recorded, "_local_tensor", slot.recorded)._version for slot in self._found}
 
     def parameter_objects(self) -> list[torch.Tensor]:
         """Those that the model shows, and those that were recorded."""
@@ -173,82 +157,62 @@ class ModelView:
     def _change(self) -> str | None:
         """None where nothing but addresses has changed."""
         buffers = self._found_buffers if self.watch_buffers else ()
-        named = {slot.name: slot.recorded for slot in self._slots}
-        return change(self.model, named, self._found, self._hidden, buffers)
+        return change(self.model, self._slots, self._found, self._hidden, buffers)
 
     def explain_change(self) -> str:
         """Which tensor is not what it was when this view was made, and the way out."""
         return self._change() or f"the model's parameters are not those that this EMA was made with; {WAY_OUT}"
 
-    def _take_in_buffers(self) -> None:
-        """Takes in those that were registered since this view was made."""
-        known = {(id(one.owner), one.key) for one in self._found_buffers}
-        new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
-        if new:
-            found = self._collect(new, {id(one.recorded): one.local for one in self._found_buffers})
-            self._found_buffers += found
-            self._buffers += [one.local for one in found if not one.tied]
-            self._recorded_buffers += [(one.recorded, address_of(one.local.tensor)) for one in found]
-
     def _follow_buffers(self) -> None:
-        for one in self._found_buffers:
-            buffer = one.owner.get(one.key)
-            if buffer is None or tuple(buffer.shape) != tuple(one.local.region.shape):
+        for slot in self._found_buffers:
+            buffer, local = slot.owner.get(slot.key), slot.local
+            if buffer is None or tuple(buffer.shape) != tuple(local.region.shape):
                 now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
-                raise invalid(f"buffer '{one.name}' {now}, it had {tuple(one.local.region.shape)} before; {WAY_OUT}")
-            one.recorded = buffer
-            memory = one.memory()
-            if one.tied and address_of(memory) != address_of(one.local.tensor):
-                raise invalid(f"buffer '{one.name}' no longer shares the memory of '{one.local.name}'; {WAY_OUT}")
-            one.local.tensor = memory
+                raise invalid(f"buffer '{slot.name}' {now}, it had {tuple(local.region.shape)} before; {WAY_OUT}")
+            slot.recorded = buffer
+            if slot.name == local.name:
+                local.shown, local.tensor = buffer, memory_of(buffer)
+            elif address_of(memory_of(buffer)) != address_of(local.tensor):
+                raise invalid(f"buffer '{slot.name}' no longer shares the memory of '{local.name}'; {WAY_OUT}")
 
     # ---- identity
 
-    def _record(self, parameters: Iterable[Slot]) -> None:
+    def _record(self) -> None:
         """What unchanged() compares with. Every module: a replaced one leaves the old parameters in place, out of the
         model."""
-        self._slots = [*parameters]
         self._whole, self._sharded = _by_kind(self._found)
         shown = [parameter for adapter in self._hiding for parameter in adapter.shown()]
         self._watch = self._watch_of(["_parameters", "_modules"], [*self._whole, *shown], self._sharded)
         self._recorded_flat = self._flat_addresses()
-        self._recorded_buffers = [(one.recorded, address_of(one.local.tensor)) for one in self._found_buffers]
-        self._buffers_in_place: _core.Watch | None = None  # as they were when they were compared last
+        self._recorded_buffers = [(slot, slot.recorded, address_of(slot.local.tensor)) for slot in self._found_buffers]
+        self._buffer_watch = self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
 
     def _watch_of(self, keys: list[str], whole: list[torch.Tensor], sharded: list[torch.Tensor]) -> _core.Watch:
         modules = [module.__dict__ for module in self.model.modules()]
         return _core.Watch(modules, keys, whole, sharded, MARKS, _objects_behind)
 
-    def _watch_buffers(self) -> _core.Watch:
-        return self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
-
     def _flat_addresses(self) -> list[int]:
         return [shard.data_ptr() for adapter in self._hiding for shard in adapter.shards()]
 
     def _buffers_same(self) -> bool:
-        if self._buffers_in_place is not None and _same(self._buffers_in_place):
-            return True
-        now = [one.owner.get(one.key) for one in self._found_buffers]
-        same = all(
-            buffer is was and address_of(one.memory(was)) == address
-            for one, buffer, (was, address) in zip(self._found_buffers, now, self._recorded_buffers, strict=True)
+        """Returns whether those that were recorded are in place, whatever has become of others (tables)."""
+        return all(
+            slot.owner.get(slot.key) is was and address_of(memory_of(was)) == address
+            for slot, was, address in self._recorded_buffers
         )
-        self._buffers_in_place = self._watch_buffers() if same else None
-        return same
 
     def by_parameter(self) -> dict[int, list[LocalTensor]]:
         """By the id of a parameter that the model shows, what it is here: one tensor, or all that FSDP1 made one flat
         parameter of.
         """
-        known = {id(one.recorded): [one.local] for one in self._found}
+        known = {id(slot.recorded): [slot.local] for slot in self._found}
         for flat in self._fsdp1.hidden:
             known.setdefault(id(flat.shown), []).append(flat)
         return known
 
     def frozen(self) -> list[tuple[str, torch.Tensor]]:
         """What had no gradient when this view was made, as the model shows it."""
-        slots = [(one.local.name, one.recorded) for one in self._found if not one.tied and not one.local.requires_grad]
-        return slots + [(one.name, one.shown) for one in self._hidden if not one.requires_grad]
+        return [(local.name, local.shown) for local in self.parameters if not local.requires_grad]
 
     def written(self) -> None:
         """Tells autograd that weights were written. Frees unsharded copies, in which old values would survive."""
@@ -283,17 +247,20 @@ def find(model: nn.Module, group: dist.ProcessGroup | None = None, odd: bool = F
         return view
 
 
-def _in_model_order(
-    found: list[LocalTensor], hidden: Sequence[LocalTensor], modules: list[tuple[str, nn.Module]]
-) -> list[LocalTensor]:
+def _locals(found: Iterable[Slot]) -> list[LocalTensor]:
+    """Returns each local tensor once, in the order of its first slot."""
+    return [*dict.fromkeys(slot.local for slot in found)]
+
+
+def _in_model_order(locals_: list[LocalTensor], modules: list[tuple[str, nn.Module]]) -> list[LocalTensor]:
     """By module, as named_parameters() goes: the kind of sharding must not show in the order."""
     order: dict[str, int] = {}
     for i, (name, _) in enumerate(modules):
         order.setdefault(name, i)
-    return sorted([*found, *hidden], key=lambda local: order[local.name.rpartition(".")[0]])
+    return sorted(locals_, key=lambda local: order[local.name.rpartition(".")[0]])
 
 
-def _by_kind(slots: Iterable[Found]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _by_kind(slots: Iterable[Slot]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns whole tensors and sharded ones, of those with elements in memory."""
     tensors = [slot.recorded for slot in slots if not oddity(slot.local.tensor)]
     sharded: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]

@@ -8,93 +8,78 @@ and that forward gathers them anew. To read stretches nothing has to be freed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
-from shardow.model.local import Adapter, HiddenTensor
+from shardow.model.local import Adapter, LocalTensor
 from shardow.model.slots import Slot, by_tensor
-
-
-@dataclass(eq=False, slots=True)
-class Partition(HiddenTensor):
-    """A parameter's stretch, from element ``begin`` on, without its padding."""
-
-    begin: int = 0
-
-    def memory(self) -> torch.Tensor:
-        found: torch.Tensor = self.shown.ds_tensor.detach()[: self.region.size]
-        return found
-
-    def refuse_written(self) -> None:
-        """Raises where the gathered copy was written: that has not reached the ranks' stretches yet."""
-        whole = self.shown.detach().view(-1)[self.begin : self.begin + self.region.size]
-        if whole.numel() == self.region.size and not torch.equal(
-            whole.view(torch.uint8), self.memory().view(torch.uint8)
-        ):
-            block = (
-                "in deepspeed.zero.GatheredParameters(...): leave that block first, which gives each rank its stretch"
-            )
-            raise invalid(f"'{self.name}' was written while it is gathered, {block}")
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "ds_tensor", None) is not None
 
 
-def groups_of(tensors: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
-    """Of the ranks that have stretches."""
-    if "deepspeed" not in sys.modules:
-        return []
-    found = (tensor.ds_process_group for tensor in tensors if is_partitioned(tensor))  # type: ignore[attr-defined]
-    return list({id(group): group for group in found}.values())
-
-
 class Zero3Adapter(Adapter):
-    hidden: list[Partition]
+    hidden: list[LocalTensor]
 
     def __init__(self, walked: Iterable[Slot]) -> None:
-        found = (
-            by_tensor(slot for slot in walked if is_partitioned(slot.recorded)) if "deepspeed" in sys.modules else {}
-        )
+        found = by_tensor(slot for slot in walked if is_partitioned(slot.recorded))
         self.hidden = [_partition(places) for places in found.values()]
-        self._owned = set(found)
+        self.owned = set(found)
 
     def shards(self) -> Iterator[torch.Tensor]:
-        return (one.shown.ds_tensor for one in self.hidden)
+        return (local.shown.ds_tensor for local in self.hidden)
 
     def refuse_written(self) -> None:
-        for partition in self.hidden:
-            partition.refuse_written()
+        """Raises where a gathered copy was written: that has not reached the ranks' stretches yet."""
+        for local in self.hidden:
+            begin = begin_of(local.shown)
+            whole = local.shown.detach().view(-1)[begin : begin + local.region.size]
+            if whole.numel() == local.region.size and not torch.equal(
+                whole.view(torch.uint8), local.memory().view(torch.uint8)
+            ):
+                block = (
+                    "in deepspeed.zero.GatheredParameters(...): leave that block first, which gives each rank its "
+                    "stretch"
+                )
+                raise invalid(f"'{local.name}' was written while it is gathered, {block}")
 
     def written(self) -> None:
-        gathered = [one for one in self.hidden if one.shown.ds_status.name != "NOT_AVAILABLE"]
-        optimizers = {
-            id(one): one for one in (getattr(one.shown, "_z3_optimizer", None) for one in gathered) if one is not None
-        }
-        for optimizer in optimizers.values():
-            # as before each of its steps; waits for what is being prefetched
-            optimizer.parameter_offload.partition_all_parameters()
-        for one in gathered:
-            if one.shown.ds_status.name != "NOT_AVAILABLE":  # a model without an optimizer
-                one.shown.partition()
+        gathered = [local.shown for local in self.hidden if local.shown.ds_status.name != "NOT_AVAILABLE"]
+        for optimizer in dict.fromkeys(getattr(parameter, "_z3_optimizer", None) for parameter in gathered):
+            if optimizer is not None:
+                # as before each of its steps; waits for what is being prefetched
+                optimizer.parameter_offload.partition_all_parameters()
+        for parameter in gathered:
+            if parameter.ds_status.name != "NOT_AVAILABLE":  # a model without an optimizer
+                parameter.partition()
 
 
-def _partition(places: Sequence[Slot]) -> Partition:
-    names, parameter = [slot.name for slot in places], places[0].recorded
-    p: Any = parameter
-    _refuse(names[0], p)
-    each, rank, total = p.ds_tensor.ds_numel, dist.get_rank(p.ds_process_group), p.ds_numel
-    begin, end = min(rank * each, total), min((rank + 1) * each, total)
-    region = _core.Region.whole(list(p.ds_shape)).window(begin, end)
-    tensor = p.ds_tensor.detach()[: end - begin]
-    return Partition(names[0], tensor, region, p.requires_grad, (), True, tuple(dict.fromkeys(names[1:])), p, begin)
+def begin_of(parameter: Any) -> int:
+    """Returns the number of the first element in this rank's stretch."""
+    begin: int = min(parameter.ds_tensor.ds_numel * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
+    return begin
+
+
+def _partition(places: Sequence[Slot]) -> LocalTensor:
+    names, parameter = list(dict.fromkeys(slot.name for slot in places)), cast(Any, places[0].recorded)
+    _refuse(names[0], parameter)
+    begin, total = begin_of(parameter), parameter.ds_numel
+    region = _core.Region.whole(list(parameter.ds_shape)).window(
+        begin, min(begin + parameter.ds_tensor.ds_numel, total)
+    )
+
+    def memory() -> torch.Tensor:
+        """Returns the stretch without its padding."""
+        stretch: torch.Tensor = parameter.ds_tensor.detach()[: region.size]
+        return stretch
+
+    return LocalTensor(names[0], memory(), region, parameter, (), True, tuple(names[1:]), memory)
 
 
 def _refuse(name: str, p: Any) -> None:

@@ -156,52 +156,47 @@ def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Ma
     return job.held, {}, keys
 
 
-def from_own_mapping(job: Job, state: State) -> dict[str, Any]:
-    """Every rank takes its slices of what it has, when all have what fits."""
+def from_mapping(job: Job, state: State | None, by_first: bool, progress: Progress | None) -> dict[str, Any]:
+    """Every rank takes its slices of what it has, when all have what fits; ``by_first``: rank 0 alone has it, and sends
+    every rank its slices, and nothing else."""
+    ranks, tensors = job.ranks, state or {}
+    sent = pickle.loads(ranks.on_first(job.what, lambda: pickle.dumps(_forms(job, tensors)))) if by_first else None
 
-    def compared() -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-        forms, extra = _forms(job, state)
-        return extra, *_compared(job, forms, extra, state)
-
-    extra, keys, report = job.ranks.agree(job.what, compared)
-
-    def fill() -> None:
-        for part in job.held.parts:
-            if part.name in keys:
-                take(state[keys[part.name]].detach(), part.region, part.flat)
-
-    job.ranks.agree(job.what, fill)
-    return _with_extra(job, extra, report)
-
-
-def from_first_rank(job: Job, state: State | None, progress: Progress | None) -> dict[str, Any]:
-    """Rank 0 sends every rank its slices, and nothing else."""
-    ranks, given = job.ranks, state or {}
-    forms: dict[str, Form]
-    forms, extra = pickle.loads(ranks.on_first(job.what, lambda: pickle.dumps(_forms(job, given))))
-
-    def compared() -> tuple[dict[str, Any], list[Fill]]:
-        keys, report = _compared(job, forms, extra, given)
+    def compared() -> tuple[dict[str, Any], dict[str, Any], list[Fill]]:
+        forms, extra = sent or _forms(job, tensors)
+        keys, report = _compared(job, forms, extra, tensors)
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
         narrower = [min(part.flat.dtype, forms[key].dtype, key=lambda dtype: dtype.itemsize) for part, key in found]
         each = zip(found, narrower, strict=True)
-        return report, [Fill(part, Want(key, part.region.encode(), dtype)) for (part, key), dtype in each]
+        return extra, report, [Fill(part, Want(key, part.region.encode(), dtype)) for (part, key), dtype in each]
 
-    report, fills = ranks.agree(job.what, compared)
+    extra, report, fills = ranks.agree(job.what, compared)
+
+    def copy() -> None:
+        for fill in fills:
+            take(tensors[fill.want.key].detach(), fill.part.region, fill.part.flat)
+
+    move = _sending(job, tensors, fills, progress) if by_first else copy
+    ranks.agree(job.what, move, behind=behind(ranks.timeout))
+    return _with_extra(job, extra, report)
+
+
+def _sending(job: Job, state: State, fills: list[Fill], progress: Progress | None) -> Callable[[], None]:
+    """Returns what brings rank 0's tensors to all ranks. Collective."""
+    ranks = job.ranks
     wants = ranks.decide_each(job.what, pickle.dumps([fill.want for fill in fills]), _for_first)
     device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))
     assert ranks.process_group is not None
     tag = store_group(ranks.process_group).next_tag()
 
-    def move() -> None:
+    def send() -> None:
         if ranks.rank == 0:
             all_wants = [pickle.loads(each) for each in pickle.loads(wants)]
-            Server(ranks, device, tag).run(given, fills, all_wants, shown(progress, "materialize", ranks.rank))
+            Server(ranks, device, tag).run(state, fills, all_wants, shown(progress, "materialize", ranks.rank))
         else:
             Client(ranks, device, tag).run(fills)
 
-    ranks.agree(job.what, move, behind=behind(ranks.timeout))
-    return _with_extra(job, extra, report)
+    return send
 
 
 def _for_first(by_rank: list[bytes]) -> list[bytes]:

@@ -46,11 +46,8 @@ def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[st
 
     _take_drawn(job, model)
     job.ranks.agree(job.what, fill)
-    return {
-        "missing": [],
-        "unexpected": [],
-        "kept": [part.name for part in job.held.parts if part.name not in job.wanted],
-    }
+    kept = [part.name for part in job.held.parts if part.name not in job.wanted]
+    return {"missing": [], "unexpected": [], "kept": kept}
 
 
 def _take_drawn(job: Job, model: nn.Module) -> None:

@@ -15,16 +15,14 @@ from torch import nn
 
 from shardow.base.checks import instance, invalid, seconds
 from shardow.base.progress import Progress
-from shardow.distributed.rank_group import Combined, RankGroup, Step, equal_facts
+from shardow.distributed.rank_group import Combined, RankGroup, Step
 from shardow.files import paths
-from shardow.files.checkpoint import Looking
 from shardow.files.paths import StrPath
 from shardow.merging.face import Merged
 from shardow.model import origins
-from shardow.model.groups import group_of_model
 from shardow.model.local import refuse_expanded
 from shardow.model.masters import fill_masters_too
-from shardow.model.parts import Saveable, held_by
+from shardow.model.parts import Saveable, group_of, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.start import fill, initialise, meta
 
@@ -78,6 +76,7 @@ def materialize(
         as load(), on every rank. The model is on meta again then, where it was, and the optimizer as it was; a model
         that had values is partly filled where reading itself failed.
     """
+    instance("model", model, nn.Module)
     return Request(
         "materialize()", model, source, optimizer, device, dtype, strict, True, progress, seed, group, timeout
     ).run()
@@ -113,37 +112,23 @@ def load(
             one; NotImplementedError: save_pretrained() has reordered a tensor's elements; FileNotFoundError, OSError,
             TimeoutError.
     """
-    options: dict[str, Any] = {"verify": bool(verify), "progress": progress}
-    if isinstance(target, nn.Module):
-        if isinstance(path, Mapping):
-            raise invalid("load() reads files; materialize() takes a mapping of tensors: materialize(model, mapping)")
-        source = path if isinstance(path, Merged) else Path(paths.to_read(path))
-        options |= {"strict": strict, "group": group, "timeout": timeout}
-        return Request("load()", target, source, optimizer, **options).run()
-    if optimizer is not None:
+    if optimizer is not None and not isinstance(target, nn.Module):
         raise invalid("load(): optimizer= goes with a module; a mapping does not tell whose parameters its tensors are")
-    looking = Looking("load()", target, group, timeout)
-    ranks = looking.ranks
-
-    def look() -> Step[fill.Job]:
-        held = looking.look()
-        job = fill.Job("load()", held, ranks, [part.name for part in held.parts], (), strict)
-        return Step(job, [] if isinstance(path, Merged) else [equal_facts("load()", {"path": str(path)}, ranks)])
-
-    if not isinstance(path, Merged):
-        return fill.FileLoad(path, look).fill(ranks, **options)
-    job = ranks.step("load()", look)
-    report = fill.from_merged(job, path, **options)
-    job.held.put_back()
-    return report
+    if isinstance(path, Mapping):
+        raise invalid("load() reads files; materialize() takes a mapping of tensors: materialize(model, mapping)")
+    source = path if isinstance(path, Merged) else Path(paths.to_read(path))
+    return Request(
+        "load()", target, source, optimizer, strict=strict, verify=verify, progress=progress, group=group,
+        timeout=timeout,
+    ).run()  # fmt: skip
 
 
 @dataclass
 class Request:
-    """A call of materialize(), or of load() with a module, on this rank. ``what`` is for messages."""
+    """A call of materialize() or load() on this rank. ``what`` is for messages."""
 
     what: str
-    model: nn.Module
+    target: Any  # a Saveable
     source: Any
     optimizer: torch.optim.Optimizer | None = None
     device: torch.device | str | None = None
@@ -157,31 +142,29 @@ class Request:
 
     def run(self) -> dict[str, Any]:
         """Fills the model and returns the report. Collective."""
-        instance("model", self.model, nn.Module)
-        self._ranks = RankGroup(group_of_model(self.model, self.group), seconds(self.timeout))
+        self._ranks = RankGroup(group_of(self.target, self.group), seconds(self.timeout))
         self._given: dict[str, torch.Tensor] = {}
         try:
             report = self._filled()
         except BaseException:
-            meta.take_memory(self.model, self._given.values())
+            meta.take_memory(self.target, self._given.values())
             raise
-        meta.have_values(self.model)
+        if isinstance(self.target, nn.Module):
+            meta.have_values(self.target)
         if self.optimizer is not None:
             origins.bind(self.optimizer, self._bindings)
         return report
 
     def _filled(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"verify": self.verify, "progress": self.progress}
+        options: dict[str, Any] = {"verify": bool(self.verify), "progress": self.progress}
         if isinstance(self.source, (str, Path)):
             return fill.FileLoad(self.source, self._look, self._finish).fill(self._ranks, self.what, **options)
         job = self._ranks.step(self.what, self._look)
         kind = self._kind.total.decode()
         if kind in ("nothing", "a function"):
-            report = initialise.by_init(job, self.model, self.source, self.seed)
-        elif kind in ("a mapping", _EMPTY):
-            report = fill.from_own_mapping(job, self.source)
-        elif kind == _RANK_0:
-            report = fill.from_first_rank(job, self.source, self.progress)
+            report = initialise.by_init(job, self.target, self.source, self.seed)
+        elif kind in ("a mapping", _EMPTY, _RANK_0):
+            report = fill.from_mapping(job, self.source, kind == _RANK_0, self.progress)
         else:
             report = fill.from_merged(job, self.source, **options)
 
@@ -193,16 +176,19 @@ class Request:
         return report
 
     def _look(self) -> Step[fill.Job]:
-        model = self.model
-        refuse_foreign(self.what, model.parameters, writes=True)
-        if self.optimizer is not None:
-            self._bindings = origins.bindings(self.optimizer, model)
-        self._given = meta.give_memory(model, self.device, self.dtype)
-        held = held_by(model, self.group, saving=False)
+        if isinstance(self.target, nn.Module):
+            refuse_foreign(self.what, self.target.parameters, writes=True)
+            if self.optimizer is not None:
+                self._bindings = origins.bindings(self.optimizer, self.target)
+            meta.give_memory(self.target, self.device, self.dtype, self._given)
+            essential = meta.valueless(self.target)
+            held = held_by(self.target, self.group, saving=False)
+        else:
+            essential, held = set[str](), held_by(self.target, self._ranks.process_group, saving=False)
+            refuse_foreign(self.what, held.memory, writes=True)
         fill_masters_too(held)
         for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
             refuse_expanded(one.name, one.tensor)
-        essential = meta.valueless(model)
         without = self._given.keys() | essential
         wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
         self._kind = common_kind(self.what, self.source)
@@ -212,9 +198,9 @@ class Request:
     def _finish(self, report: dict[str, Any]) -> None:
         given = self._given
         if given and self.device is not None:
-            meta.move_tables(self.model, self.device)
-        meta.take_memory(self.model, [given[name] for name in set(report["missing"]) if name in given])
-        tie = getattr(self.model, "tie_weights", None)
+            meta.move_tables(self.target, self.device)
+        meta.take_memory(self.target, [given[name] for name in set(report["missing"]) if name in given])
+        tie = getattr(self.target, "tie_weights", None)
         if given and callable(tie):
             tie()
 

@@ -107,15 +107,14 @@ def have_values(model: nn.Module) -> None:
 
 
 def give_memory(
-    model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
-    """Memory without values for what is on meta; what was one tensor stays one. Returns what has memory now, by all its
-    names.
-    """
+    model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None, held: dict[str, torch.Tensor]
+) -> None:
+    """Memory without values for what is on meta; what was one tensor stays one. ``held`` gets what has memory now, by
+    all its names, also where this raises."""
     origins.forget_swapped(model)
     known = [where for where in by_tensor(slots(model)).values() if where[0].recorded.is_meta]
     if not known:
-        return {}
+        return
     # A buffer that is persistent under one of its names comes from there.
     if tables := {slot.name for where in known if all(one.kind == "table" for one in where) for slot in where}:
         lost = f"buffers that no file has are on meta, without values: {', '.join(sorted(tables))}"
@@ -136,12 +135,10 @@ def give_memory(
 
     try:
         model._apply(give)
-    except BaseException:  # out of memory
+    finally:  # where memory has run out, of some
         _join(known)
-        take_memory(model, [tensor for where in known if not (tensor := where[0].owner[where[0].key]).is_meta])
-        raise
-    _join(known)
-    return {slot.name: slot.owner[slot.key] for where in known for slot in where}
+        places = [(slot.name, slot.owner[slot.key]) for where in known for slot in where]
+        held.update((name, tensor) for name, tensor in places if not tensor.is_meta)
 
 
 def move_tables(model: nn.Module, device: torch.device | str) -> None:

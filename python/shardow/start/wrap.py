@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,12 +84,9 @@ def wrap(
             origins.bind(optimizer, bindings)  # it would keep the whole model
     if isinstance(mixed_precision, torch.dtype):
         mixed_precision = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": reshard_after_forward,
-        "mp_policy": mixed_precision or MixedPrecisionPolicy(),
-    }
-    ranks.agree("wrap()", lambda: _shard([*chosen, model], options))
+    policy = mixed_precision or MixedPrecisionPolicy()
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    ranks.agree("wrap()", lambda: _shard([*chosen, model], shard))
     if from_memory or source is not None:
         try:
             materialize(model, own if from_memory else source, optimizer, strict=strict, group=group, timeout=timeout)
@@ -103,10 +101,10 @@ def wrap(
     return model, optimizer
 
 
-def _shard(units: list[nn.Module], options: dict[str, Any]) -> None:
+def _shard(units: list[nn.Module], shard: Callable[[nn.Module], object]) -> None:
     for unit in units:
         try:
-            fully_shard(unit, **options)
+            shard(unit)
         except Exception as error:
             way_out = "build the model anew, its weights are gone"
             raise invalid(f"wrap(): fully_shard() of a {type(unit).__name__}: {error}; {way_out}") from error

@@ -253,8 +253,8 @@ def fill(
         return held, copies, found
 
     held, copies, found = ranks.agree(what, check)
-    for copy in copies:
-        copy()
+    for fill_part in copies:
+        fill_part()
     held.put_back()
     return found
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardow import _core, errors, schedules
+from shardow import _core, errors
 from shardow.averages.tracked import divide
 from shardow.base.checks import fraction, invalid, seconds, unsupported, whole
 from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory
@@ -101,7 +101,10 @@ class DistEMA:
             raise invalid(f"warmup=True needs a power: {powers}", TypeError)
         if whole("rank", self.rank, 0) >= whole("world_size", self.world_size, 1):
             raise invalid(f"rank={self.rank}; with world_size={self.world_size} it must be less")
-        self.get_decay()  # raises for numbers that it cannot be made of
+        for name in ("decay", "min_decay"):
+            fraction(name, getattr(self, name))
+        if self.warmup and not self.inv_gamma > 0:
+            raise invalid(f"inv_gamma={self.inv_gamma}; it must be more than 0")
         if dist.is_initialized() and (self.world_size, self.rank) != (self._ranks.size, self._ranks.rank):
             raise invalid(
                 f"DistEMA(world_size={self.world_size}, rank={self.rank}), but this is rank {self._ranks.rank} of the "
@@ -163,10 +166,11 @@ class DistEMA:
     def get_decay(self) -> float:
         """Of the next update. With ``warmup``: s = max(0, decay_steps - update_after_step - 1), then 1 - (1 + s /
         inv_gamma)^-power into [min_decay, decay]: the first two updates copy. Else ``decay``."""
-        schedule = schedules.dist_ema(
-            self.decay, self.warmup, self.power or 2 / 3, min_decay=self.min_decay, inv_gamma=self.inv_gamma
-        )
-        return schedule.factors(max(1, self.decay_steps + 1 - self.update_after_step), 0)[0]
+        if self.power is None or not self.warmup:
+            return self.decay
+        steps = max(0, self.decay_steps - self.update_after_step - 1)
+        value: float = 1 - (1 + steps / self.inv_gamma) ** -self.power
+        return max(self.min_decay, min(value, self.decay))
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float | None = None) -> None:

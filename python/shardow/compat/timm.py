@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow import schedules
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl import files
@@ -121,13 +120,16 @@ class ModelEmaV3(Averaged):
         self.stochastic_rounding, self.stochastic_rounding_seed = stochastic_rounding, stochastic_rounding_seed
 
     def get_decay(self, step: int | None = None) -> float:
-        """``decay`` without a step; with one, that of shardow.schedules.timm()."""
-        if step is None:
+        """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else
+        ``decay``, and in a warm-up 1
+        - (1 + n / warmup_gamma) ** -warmup_power between ``min_decay`` and ``decay``."""
+        counted = 1 if step is None else step - self.update_after_step - 1
+        if counted <= 0:
+            return 0.0
+        if step is None or not self.use_warmup:
             return self.decay
-        schedule = schedules.timm(
-            self.decay, self.min_decay, use_warmup=self.use_warmup, gamma=self.warmup_gamma, power=self.warmup_power
-        )
-        return schedule.factors(max(1, step - self.update_after_step), 0)[0]
+        warming: float = 1 - (1 + counted / self.warmup_gamma) ** -self.warmup_power
+        return max(min(warming, self.decay), self.min_decay)
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
         """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""

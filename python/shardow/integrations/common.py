@@ -106,21 +106,24 @@ def save_pretrained(
 
 
 class MastersEMA(EMA):
-    """``masters()``: what ``source=`` takes, as it is now, asked before every update."""
+    """``masters()``: what ``source=`` takes, as it is now; ``addresses()``: where it lies, cheap enough to be asked
+    before every update.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         decay: Any,
         masters: Callable[[], Mapping[str, Source]],
+        addresses: Callable[[], list[int]],
         options: Mapping[str, Any],
     ) -> None:
         for name in ("source", "optimizer", "overlap"):
             if options.get(name):
                 raise invalid(f"ema(..., {name}=...): masters are averaged after the optimizer's steps; leave it out")
-        self._masters, source = masters, masters()
-        self._seen = _addresses(source)
-        super().__init__(model, decay, source=source, **options)
+        self._masters, self._addresses = masters, addresses
+        self._seen = addresses()
+        super().__init__(model, decay, source=masters(), **options)
 
     def update(self, step: int | None = None, samples: float = 0.0) -> None:
         self._follow()
@@ -146,11 +149,6 @@ class MastersEMA(EMA):
         self.__deepcopy__({})
 
     def _follow(self) -> None:
-        source = self._masters()
-        if _addresses(source) != self._seen:
-            self._averages.follow_sources(source)
-            self._seen = _addresses(source)
-
-
-def _addresses(source: Mapping[str, Source]) -> list[int]:
-    return [(part[0] if isinstance(part, tuple) else part).data_ptr() for part in source.values()]
+        if self._addresses() != self._seen:
+            self._averages.follow_sources(self._masters())
+            self._seen = self._addresses()

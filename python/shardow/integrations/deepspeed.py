@@ -48,7 +48,7 @@ class _EMA(MastersEMA):
         _refuse(engine)
         self._engine = engine
         options.setdefault("group", engine.seq_data_parallel_group)
-        super().__init__(engine.module, decay, lambda: masters(engine), options)
+        super().__init__(engine.module, decay, lambda: masters(engine), lambda: _addresses(engine.optimizer), options)
 
     def update(self, step: int | None = None, samples: float = 0.0) -> None:
         """After engine.step(): as EMA.update() where that step was applied. Else nothing: between the boundaries of an
@@ -91,6 +91,14 @@ def _whole(optimizer: Any) -> Found:
         for group, flat in zip(groups, getattr(optimizer, "fp32_groups_flat", []), strict=True)
     ]
     return zip(chain.from_iterable(groups), chain.from_iterable(kept), strict=True)
+
+
+def _addresses(optimizer: Any) -> list[int]:
+    kept = [
+        *(flat for name in (*_DIVIDED, "fp32_groups_flat") for flat in getattr(optimizer, name, ())),
+        *chain.from_iterable(getattr(optimizer, "fp32_groups", ())),
+    ]
+    return [tensor.data_ptr() for tensor in kept]
 
 
 def _refuse(engine: Any) -> None:

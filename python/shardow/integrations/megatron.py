@@ -7,7 +7,7 @@ range maps as its ``source=``. ``optimizer.step()`` returns whether it was appli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,17 +46,19 @@ def ema(
     inner = _inner(optimizer)
     module = _module(model)
     options.setdefault("group", inner.data_parallel_group)
-    return MastersEMA(module, decay, lambda: masters(module, inner), options)
+    return MastersEMA(module, decay, lambda: masters(module, inner), lambda: _addresses(module), options)
 
 
 def masters(module: nn.Module, optimizer: Any) -> dict[str, Source]:
     """What ``source=`` takes, of parameters in 16 bits: others have no masters. Those that other ranks have are
     empty."""
-    return {
-        slot.name: _stretch(slot.recorded, optimizer)
-        for slot, *_ in by_tensor(slots(module, "parameter")).values()
-        if hasattr(slot.recorded, "main_param")
-    }
+    return {name: _stretch(p, optimizer) for name, p in _mastered(module)}
+
+
+def _mastered(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for slot, *_ in by_tensor(slots(module, "parameter")).values():
+        if hasattr(slot.recorded, "main_param"):
+            yield slot.name, slot.recorded
 
 
 def _stretch(parameter: Any, optimizer: Any) -> Source:
@@ -64,6 +66,10 @@ def _stretch(parameter: Any, optimizer: Any) -> Source:
     if master is None:
         return torch.empty(0, device=parameter.device), 0
     return master.detach(), optimizer._get_model_param_range_map(parameter)["param"].start
+
+
+def _addresses(module: nn.Module) -> list[int]:
+    return [p.main_param.data_ptr() for _, p in _mastered(module) if p.main_param is not None]
 
 
 def _inner(optimizer: Any) -> Any:

@@ -46,6 +46,7 @@ class ModelView:
         self._hidden = [local for adapter in self._hiding for local in adapter.hidden]
         self._replicas = replicas_by_parameter(model, group)
         self.watch_buffers = False
+        self._followed: _core.Watch | None = None  # buffers as they were when they were followed last
         self._found = self._collect(self._slots)
         self._found_buffers = self._collect([slot for slot in places if slot.kind == "buffer"])
         self._tie_by_memory()
@@ -56,11 +57,13 @@ class ModelView:
     @property
     def buffers(self) -> list[LocalTensor]:
         """As they are now: modules replace their buffers freely, and register others."""
-        self._follow_buffers()
-        known = {(id(slot.owner), slot.key) for slot in self._found_buffers}
-        new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
-        self._found_buffers += self._collect(new, before=self._found_buffers)
-        return _locals(self._found_buffers)
+        if self._followed is None or not _same(self._followed):
+            self._follow_buffers()
+            known = {(id(slot.owner), slot.key) for slot in self._found_buffers}
+            new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
+            self._found_buffers += self._collect(new, before=self._found_buffers)
+            self._buffers, self._followed = _locals(self._found_buffers), self._watch_buffers()
+        return self._buffers
 
     def _collect(self, slots: Iterable[Slot], before: Iterable[Slot] = ()) -> list[Slot]:
         """Each tensor once; further names of it are aliases. ``before``: slots that were found already."""
@@ -86,6 +89,9 @@ class ModelView:
         """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be
         lost."""
         found = [*self._found, *self._found_buffers]
+        places: dict[int, list[Slot]] = {}
+        for slot in found:
+            places.setdefault(id(slot.local), []).append(slot)
         for first, second in overlaps(local for local in _locals(found) if not oddity(local.tensor)):
             if (
                 first.tensor.data_ptr() != second.tensor.data_ptr()
@@ -97,10 +103,9 @@ class ModelView:
                     f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of "
                     "its own"
                 )
-            for slot in found:
-                if slot.local is second:
-                    slot.local = first
-                    _add_alias(first, slot.name)
+            for slot in places[id(second)]:
+                slot.local = first
+                _add_alias(first, slot.name)
 
     # ---- the model's state
 
@@ -185,11 +190,14 @@ class ModelView:
         self._watch = self._watch_of(["_parameters", "_modules"], [*self._whole, *shown], self._sharded)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(slot, slot.recorded, address_of(slot.local.tensor)) for slot in self._found_buffers]
-        self._buffer_watch = self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
+        self._buffer_watch = self._watch_buffers()
 
     def _watch_of(self, keys: list[str], whole: list[torch.Tensor], sharded: list[torch.Tensor]) -> _core.Watch:
         modules = [module.__dict__ for module in self.model.modules()]
         return _core.Watch(modules, keys, whole, sharded, MARKS, _objects_behind)
+
+    def _watch_buffers(self) -> _core.Watch:
+        return self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
 
     def _flat_addresses(self) -> list[int]:
         return [shard.data_ptr() for adapter in self._hiding for shard in adapter.shards()]

@@ -301,7 +301,7 @@ class Swap:
 
     def restore(self, strict: bool = True) -> None:
         """The way back from wherever it is needed. Collective where replicas own parts of the weights."""
-        uninterrupted(lambda: self._leave("restore()", restores=True, strict=strict), self._stop_restore)
+        uninterrupted(lambda: self._leave("restore()", restores=True, strict=bool(strict)), self._stop_restore)
 
     def _stop_restore(self, _: BaseException) -> None:
         if self._splits:

@@ -111,7 +111,8 @@ class ModelView:
 
     def reshard(self) -> None:
         """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
-        reshard(self._fsdp2)
+        if self._fsdp2:
+            reshard(self._fsdp2)
         for adapter in self._hiding:
             adapter.reshard()
 

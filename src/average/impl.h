@@ -94,8 +94,8 @@ struct Average::Impl {
 
   // A swap in steps, for callers whose memory moves and whose ranks say why they leave.
   average::SwapRecord prepare_swap(std::span<const TensorView> weights, size_t k);
-  void enter_swap(average::SwapRecord prepared, average::WeightsMemory& memory, const average::SwapRanks& ranks);
-  void leave_swap(const average::Leaving& leaving, average::WeightsMemory& memory, const average::SwapRanks& ranks);
+  void enter_swap(average::SwapRecord prepared, average::WeightsMemory& model, const average::SwapRanks& ranks);
+  void leave_swap(const average::Leaving& leaving, average::WeightsMemory& model, const average::SwapRanks& ranks);
 
  private:
   class OwnMemory;
@@ -119,13 +119,13 @@ struct Average::Impl {
   void hold(const average::NonFiniteCount& count, int64_t step);
   void add(average::NonFiniteCount& count, const average::NonFiniteCount& more) const;
   size_t part_of(const void* element) const;
-  average::Ends leave_alone(const average::Leaving& leaving, average::WeightsMemory& memory,
+  average::Ends leave_alone(const average::Leaving& leaving, average::WeightsMemory& model,
                             const average::SwapRanks& ranks);
-  average::Ends leave_together(const average::Leaving& leaving, average::WeightsMemory& memory,
+  average::Ends leave_together(const average::Leaving& leaving, average::WeightsMemory& model,
                                const average::SwapRanks& ranks);
-  void put_back(std::span<const TensorView> places, average::WeightsMemory& memory);
-  void take_back(std::span<const TensorView> places, average::WeightsMemory& memory);
-  void finish(average::WeightsMemory& memory);
+  void put_back(std::span<const TensorView> places, average::WeightsMemory& model);
+  void take_back(std::span<const TensorView> places, average::WeightsMemory& model);
+  void finish(average::WeightsMemory& model);
   [[noreturn]] void stay(const average::Leaving& leaving, const Error& error);
   void exchange_in();
   void exchange_out();

@@ -186,13 +186,13 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
   } else {
     prepared = prepare_swap(weights, k);
   }
-  OwnMemory memory(*this);
+  OwnMemory own(*this);
   try {
-    enter_swap(std::move(*prepared), memory, swap_ranks());
+    enter_swap(std::move(*prepared), own, swap_ranks());
   } catch (...) {
     const std::exception_ptr first = std::current_exception();
     try {
-      leave_swap({"swap_in()", error_of(first).what(), true}, memory, swap_ranks());
+      leave_swap({"swap_in()", error_of(first).what(), true}, own, swap_ranks());
     } catch (...) {  // the record stays, and swap_out() goes on from it; the first failure is the one to tell
     }
     std::rethrow_exception(first);
@@ -200,8 +200,8 @@ void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
 }
 
 void Average::Impl::swap_out() {
-  OwnMemory memory(*this);
-  leave_swap({"swap_out()"}, memory, swap_ranks());
+  OwnMemory own(*this);
+  leave_swap({"swap_out()"}, own, swap_ranks());
 }
 
 /// Step 1, on this rank: all that could be refused, and all memory.
@@ -231,37 +231,37 @@ SwapRecord Average::Impl::prepare_swap(std::span<const TensorView> weights, size
 }
 
 /// Steps 2 to 4.
-void Average::Impl::enter_swap(SwapRecord prepared, WeightsMemory& memory, const SwapRanks& ranks) {
+void Average::Impl::enter_swap(SwapRecord prepared, WeightsMemory& model, const SwapRanks& ranks) {
   swap = std::move(prepared);
   const auto exchange_own = [&] {
     const auto use = this->use("swap_in()");
     exchange_in();
-    memory.scatter();
+    model.scatter();
   };
   if (ranks.divided) {
     agree(*ranks.group, base::after(ranks.timeout), exchange_own);
     swap->entered = true;
-    memory.exchange([&] { swap->shared = true; }, base::after(ranks.timeout));
+    model.exchange([&] { swap->shared = true; }, base::after(ranks.timeout));
   } else {
     exchange_own();
   }
-  memory.written();
+  model.written();
 }
 
 /// Steps 5 to 8. Replicas that go back from step 3 do so together, and have no more to tell each other.
-void Average::Impl::leave_swap(const Leaving& leaving, WeightsMemory& memory, const SwapRanks& ranks) {
+void Average::Impl::leave_swap(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
   const bool from_step_3 = leaving.enters && !(swap && swap->entered);
   const Ends ends =
-      ranks.divided && !from_step_3 ? leave_together(leaving, memory, ranks) : leave_alone(leaving, memory, ranks);
+      ranks.divided && !from_step_3 ? leave_together(leaving, model, ranks) : leave_alone(leaving, model, ranks);
   if (leaving.error.empty() && !ends.failures.empty())
     throw Error(Code::kPeerFailed, ends.failures + ". The weights are back on this rank");
 }
 
-average::Ends Average::Impl::leave_alone(const Leaving& leaving, WeightsMemory& memory, const SwapRanks& ranks) {
+average::Ends Average::Impl::leave_alone(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
   std::exception_ptr refusal;
   std::string failure = leaving.error;
   try {
-    if (swap) put_back(memory.places(leaving.strict), memory);
+    if (swap) put_back(model.places(leaving.strict), model);
   } catch (const group::Interruption&) {
     throw;
   } catch (...) {
@@ -276,11 +276,11 @@ average::Ends Average::Impl::leave_alone(const Leaving& leaving, WeightsMemory& 
   return ends;
 }
 
-average::Ends Average::Impl::leave_together(const Leaving& leaving, WeightsMemory& memory, const SwapRanks& ranks) {
+average::Ends Average::Impl::leave_together(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
   std::vector<TensorView> places;
   std::optional<Error> refusal;
   try {
-    places = memory.places(leaving.strict);
+    places = model.places(leaving.strict);
   } catch (const group::Interruption&) {
     throw;
   } catch (...) {
@@ -292,18 +292,18 @@ average::Ends Average::Impl::leave_together(const Leaving& leaving, WeightsMemor
     ends = meet(leaving, ranks, shared, refusal ? refusal->what() : leaving.error, refusal.has_value());
   } catch (const Error& missing) {
     if (shared) stay(leaving, missing);
-    put_back(places, memory);
+    put_back(places, model);
     throw;
   }
   if (ends.refused) stay(leaving, refusal ? *refusal : Error(Code::kPeerFailed, ends.failures));
   if (!ends.shared) {
-    put_back(places, memory);
+    put_back(places, model);
     return ends;
   }
   try {
-    agree(*ranks.group, base::after(ranks.timeout), [&] { take_back(places, memory); });
-    memory.exchange([] {}, base::after(ranks.timeout));
-    finish(memory);
+    agree(*ranks.group, base::after(ranks.timeout), [&] { take_back(places, model); });
+    model.exchange([] {}, base::after(ranks.timeout));
+    finish(model);
   } catch (const Error& lost) {
     if (swap) stay(leaving, lost);
     throw;
@@ -320,21 +320,21 @@ void Average::Impl::stay(const Leaving& leaving, const Error& error) {
 }
 
 /// Step 6, where no other rank is needed.
-void Average::Impl::put_back(std::span<const TensorView> places, WeightsMemory& memory) {
+void Average::Impl::put_back(std::span<const TensorView> places, WeightsMemory& model) {
   if (!swap) return;
-  take_back(places, memory);
-  finish(memory);
+  take_back(places, model);
+  finish(model);
 }
 
 /// All of the weights are back.
-void Average::Impl::finish(WeightsMemory& memory) {
-  memory.written();
+void Average::Impl::finish(WeightsMemory& model) {
+  model.written();
   step_done();
   swap.reset();
 }
 
 /// `places` differ from what was swapped in by its addresses and streams; empty: nothing has moved.
-void Average::Impl::take_back(std::span<const TensorView> places, WeightsMemory& memory) {
+void Average::Impl::take_back(std::span<const TensorView> places, WeightsMemory& model) {
   if (!swap) return;
   const auto use = this->use("swap_out()");
   if (!places.empty()) {
@@ -349,7 +349,7 @@ void Average::Impl::take_back(std::span<const TensorView> places, WeightsMemory&
     swap->weights.swap(own);
   }
   exchange_out();
-  memory.scatter();
+  model.scatter();
 }
 
 average::RingSwap::Tensors Average::Impl::through_ring() const {

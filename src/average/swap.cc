@@ -44,6 +44,10 @@ using kernels::Memory;
 
 namespace {
 
+using std::chrono::milliseconds;
+
+constexpr std::chrono::seconds kToTell{1};  // for ranks that are there, beside one that was not
+
 TensorView memory_as(const TensorView& view, const Memory& memory) {
   TensorView kept = view;
   kept.data = memory.data();
@@ -91,13 +95,14 @@ group::Ranks::Decision sum_up(const std::vector<std::string>& by_rank) {
 
 /// Step 5. `failure`: what ended this rank's block, or why it can't put its weights back, which `refuses` says. A rank
 /// that restores meets those that were leaving: they learn that they have to as well, and come once more.
-Ends meet(const Leaving& leaving, const SwapRanks& ranks, bool shared, const std::string& failure, bool refuses) {
+Ends meet(const Leaving& leaving, const SwapRanks& ranks, bool shared, const std::string& failure, bool refuses,
+          milliseconds patience) {
   if (ranks.group == nullptr || ranks.group->size() == 1) return {};
   group::Ranks& rounds = group::ranks_of(*ranks.group);
   const std::string call = leaving.call + ranks.whose;
   const std::string did = failure.empty() ? "" : "left swapped() with " + failure;
   const std::string own = shared || !did.empty() ? group::numbers_and_text({shared, refuses}, did) : "";
-  const Deadline deadline = ranks.divided || failure.empty() ? base::after(ranks.timeout) : base::now();
+  const Deadline deadline = ranks.divided || failure.empty() ? base::after(patience) : base::now();
   for (bool again = leaving.restores;; again = false) {
     leaving.restores ? rounds.begin(call, ranks.timeout) : rounds.begin_together(call, ranks.timeout, did);
     try {
@@ -241,7 +246,12 @@ void Average::Impl::enter_swap(SwapRecord prepared, WeightsMemory& model, const 
   if (ranks.divided) {
     agree(*ranks.group, base::after(ranks.timeout), exchange_own);
     swap->entered = true;
-    model.exchange([&] { swap->shared = true; }, base::after(ranks.timeout));
+    try {
+      model.exchange([&] { swap->shared = true; }, base::after(ranks.timeout));
+    } catch (const Error& error) {
+      swap->waited = error.code() == Code::kTimeout || error.code() == Code::kPeerFailed;
+      throw;
+    }
   } else {
     exchange_own();
   }
@@ -271,7 +281,7 @@ average::Ends Average::Impl::leave_alone(const Leaving& leaving, WeightsMemory& 
     if (failure.empty()) failure = why;
   }
   Ends ends;
-  if (!ranks.divided && !leaving.restores) ends = meet(leaving, ranks, false, failure, false);
+  if (!ranks.divided && !leaving.restores) ends = meet(leaving, ranks, false, failure, false, ranks.timeout);
   if (refusal) std::rethrow_exception(refusal);
   return ends;
 }
@@ -289,7 +299,10 @@ average::Ends Average::Impl::leave_together(const Leaving& leaving, WeightsMemor
   const bool shared = swap && swap->shared;
   Ends ends;
   try {
-    ends = meet(leaving, ranks, shared, refusal ? refusal->what() : leaving.error, refusal.has_value());
+    // A rank that waited for another in vain does not wait a second time as long.
+    const bool waited = leaving.enters && swap->waited;
+    ends = meet(leaving, ranks, shared, refusal ? refusal->what() : leaving.error, refusal.has_value(),
+                waited ? std::min<milliseconds>(ranks.timeout, kToTell) : ranks.timeout);
   } catch (const Error& missing) {
     if (shared) stay(leaving, missing);
     put_back(places, model);

@@ -68,6 +68,7 @@ struct SwapRecord {
   std::vector<RingSwap> rings = {};   // of consecutive weights on a device whose averages are on the host
   std::optional<ReplicaExchange> exchange = std::nullopt;  // of AverageOptions::replicas
   size_t exchanged = 0;
+  bool waited = false;   // in vain, for parts that others own
   bool entered = false;  // replicas: all have exchanged their own parts
   bool shared = false;   // parts that other replicas own may hold averages: the way back needs those replicas
   std::string why = {};  // it is still open though it was left

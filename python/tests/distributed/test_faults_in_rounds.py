@@ -25,7 +25,7 @@ ROUNDS = {
 }  # fmt: skip
 #: A verb of each fault, and one round of it, where not all are tried.
 SAMPLE = {
-    "late": ("fsdp2", "load", 2), "stopped": ("fsdp2", "EMA.save", 3), "stopped after": ("fsdp2", "swapped", 1),
+    "late": ("fsdp2", "load", 2), "stopped": ("fsdp2", "EMA.save", 3), "stopped after": ("ddp", "swapped", 2),
     "interrupted": ("fsdp2", "Checkpoints.save", 4), "another call": ("fsdp2", "save", 1),
     "killed": ("ddp", "swapped", 2), "killed after": ("fsdp2", "materialize", 2),
 }  # fmt: skip

@@ -95,7 +95,7 @@ CASES = [
     for verb in VERBS
     for machine in (0, 1)
     for how in ("cut", "off")
-    for at in ((0.0, 0.25, 0.5, 0.75, 1.0) if ALL else (0.5,))
+    for at in ((0.0, 0.25, 0.4, 0.5, 0.75, 1.0) if ALL else (0.4,))  # 0.4: in the exchange of a swap
 ]
 if not ALL:  # one of each
     FEW = ("async_save", "swap")

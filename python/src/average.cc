@@ -107,8 +107,9 @@ class PythonMemory final : public average::OtherMemory {
   nb::object memory_;
 };
 
+/// Python that a swap calls. What is no Exception (KeyboardInterrupt) stays on its rank.
 template <class Fn>
-auto in_python(Fn fn) {
+auto in_swap(Fn fn) {
   const nb::gil_scoped_acquire gil;
   try {
     return fn();
@@ -125,16 +126,16 @@ class PythonWeights final : public average::WeightsMemory {
   explicit PythonWeights(nb::handle swap) : swap_(swap) {}
 
   std::vector<TensorView> places(bool strict) override {
-    return in_python([&] { return nb::cast<std::vector<TensorView>>(swap_.attr("places")(strict)); });
+    return in_swap([&] { return nb::cast<std::vector<TensorView>>(swap_.attr("places")(strict)); });
   }
   void exchange(const std::function<void()>& writes, Deadline deadline) override {
-    in_python([&] { swap_.attr("exchange")(writes, seconds_left(deadline)); });
+    in_swap([&] { swap_.attr("exchange")(writes, seconds_left(deadline)); });
   }
   void scatter() override {
-    in_python([&] { swap_.attr("scatter")(); });
+    in_swap([&] { swap_.attr("scatter")(); });
   }
   void written() override {
-    in_python([&] { swap_.attr("written")(); });
+    in_swap([&] { swap_.attr("written")(); });
   }
 
  private:

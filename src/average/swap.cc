@@ -1,9 +1,8 @@
 // A swap is a transaction whose record, SwapRecord, is written after each step, so that the way back is a function of
 // the record alone:
 //   1. a round: all are ready, and have the memory for all that is kept aside
-//   2. own parts exchange in place, one view after the other, on a device as many as a launch takes; where dtypes
-//   forbid
-//      it, the weights are kept aside and receive converted averages
+//   2. own parts exchange in place, one view after the other, on a device as many as a launch takes; weights of other
+//      dtypes are kept aside and receive converted averages
 //   3. where replicas divide, a round: all of them have. A rank that failed has all of them go back
 //   4. where replicas divide, `shared` is set, and they send each other the parts that they own
 //   --- the averages are in the weights' memory ---
@@ -45,8 +44,6 @@ using kernels::Memory;
 namespace {
 
 using std::chrono::milliseconds;
-
-constexpr std::chrono::seconds kToTell{1};  // for ranks that are there, beside one that was not
 
 TensorView memory_as(const TensorView& view, const Memory& memory) {
   TensorView kept = view;
@@ -249,7 +246,7 @@ void Average::Impl::enter_swap(SwapRecord prepared, WeightsMemory& model, const 
     try {
       model.exchange([&] { swap->shared = true; }, base::after(ranks.timeout));
     } catch (const Error& error) {
-      swap->waited = error.code() == Code::kTimeout || error.code() == Code::kPeerFailed;
+      swap->waited = group::is_about_others(error.code());
       throw;
     }
   } else {
@@ -302,7 +299,7 @@ average::Ends Average::Impl::leave_together(const Leaving& leaving, WeightsMemor
     // A rank that waited for another in vain does not wait a second time as long.
     const bool waited = leaving.enters && swap->waited;
     ends = meet(leaving, ranks, shared, refusal ? refusal->what() : leaving.error, refusal.has_value(),
-                waited ? std::min<milliseconds>(ranks.timeout, kToTell) : ranks.timeout);
+                waited ? std::min<milliseconds>(ranks.timeout, group::kToTell) : ranks.timeout);
   } catch (const Error& missing) {
     if (shared) stay(leaving, missing);
     put_back(places, model);

@@ -23,7 +23,6 @@ namespace {
 
 constexpr size_t kLongestMessage = 4096;  // a status is a fact, and travels to every rank
 constexpr int64_t kNothingThrown = -1;
-constexpr std::chrono::seconds kToTell{1};  // a rank has them at least, when its step is done, to tell the others
 
 /// Cut between characters of UTF-8.
 std::string shortened(std::string message) {
@@ -32,11 +31,6 @@ std::string shortened(std::string message) {
   while (end > 0 && (static_cast<unsigned char>(message[end]) & 0xc0) == 0x80) --end;
   message.resize(end);
   return message + "...";
-}
-
-/// What a rank that waits for a dead or late one gets, which differs from rank to rank.
-bool is_about_others(Code code) {
-  return code == Code::kTimeout || code == Code::kPeerFailed;
 }
 
 /// How the step went here.

@@ -58,8 +58,8 @@ struct Call {
   std::string name;
   double timeout = 0;     ///< seconds, as messages say it; 0: they do not
   bool is_first = false;  ///< of the rounds of a call
-  std::string did =
-      {};  ///< what ended this rank's work: those who come too late, or whom it does not wait for, learn it
+  /// What ended this rank's work, for those who come too late or whom it does not wait for; empty: nothing.
+  std::string did = {};
 };
 
 /// One rank's end of the rounds of a meeting.

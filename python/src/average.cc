@@ -251,7 +251,7 @@ void bind_average(nb::module_& m) {
             std::shared_ptr<average::OtherMemory> memory;
             if (!other.is_none()) memory = std::make_shared<PythonMemory>(std::move(other));
             new (self) Average(Inside::make(std::move(parameters), std::move(averages), options, std::move(memory)));
-            Inside::of(*self).abandoned = true;  // Python gives memory back in any order
+            Inside::of(*self).swap.abandon();  // Python gives memory back in any order
           },
           "parameters"_a, "averages"_a, "options"_a, "other"_a = nb::none(),
           "`other`: what does the work on views of the device \"other\"")
@@ -305,7 +305,7 @@ void bind_average(nb::module_& m) {
           "prepare_swap",
           [](Average& self, size_t k, const std::vector<TensorView>& weights) {
             auto& inside = Inside::of(self);
-            return PreparedSwap(inside.prepare_swap(weights.empty() ? inside.whole() : std::span(weights), k));
+            return PreparedSwap(inside.swap.prepare(weights.empty() ? inside.storage.whole() : std::span(weights), k));
           },
           "k"_a, "weights"_a = std::vector<TensorView>(), nb::call_guard<nb::gil_scoped_release>(),
           "Of the k-th averages and weights, by default the bound ones. Step 1 of src/average/swap.cc, on this rank.")
@@ -314,7 +314,7 @@ void bind_average(nb::module_& m) {
           [](Average& self, PreparedSwap& prepared, nb::handle memory, const average::SwapRanks& ranks) {
             PythonWeights weights(memory);
             const nb::gil_scoped_release release;
-            Inside::of(self).enter_swap(std::move(prepared.record), weights, ranks);
+            Inside::of(self).swap.enter(std::move(prepared.record), weights, ranks);
           },
           "prepared"_a, "memory"_a, "ranks"_a, "Its steps 2 to 4. Where it raises, swap_out() comes next. Collective.")
       .def(
@@ -323,7 +323,7 @@ void bind_average(nb::module_& m) {
              bool enters, bool restores, bool strict) {
             PythonWeights weights(memory);
             const nb::gil_scoped_release release;
-            Inside::of(self).leave_swap({std::move(call), std::move(error), enters, restores, strict}, weights, ranks);
+            Inside::of(self).swap.leave({std::move(call), std::move(error), enters, restores, strict}, weights, ranks);
           },
           "memory"_a, "ranks"_a, "call"_a, "error"_a = "", "enters"_a = false, "restores"_a = false, "strict"_a = true,
           "Its steps 5 to 8, from whatever point the swap has reached. `error`: what ended the block, or as it "
@@ -331,7 +331,7 @@ void bind_average(nb::module_& m) {
       .def_prop_ro(
           "why_swapped",
           [](const Average& self) {
-            const auto& swap = Inside::of(self).swap;
+            const auto& swap = Inside::of(self).swap.record();
             return to_text(swap ? swap->why : std::string());
           },
           "Why the averages are still in the weights' memory though swap_out() was called; else empty.")
@@ -368,14 +368,15 @@ void bind_average(nb::module_& m) {
             {
               const nb::gil_scoped_release release;
               const auto look = Inside::of(self).look();
-              counters = Inside::of(self).counters;
+              counters = Inside::of(self).clock.counters;
             }
             return std::tuple(counters.step, counters.updates, counters.applied_step, counters.applied_samples);
           },
           "(steps counted, updates applied, the step of the last that changed the averages, samples by then), without "
           "waiting.")
       .def(
-          "samples_by", [](const Average& self, double batch) { return Inside::of(self).counters.samples_by(batch); },
+          "samples_by",
+          [](const Average& self, double batch) { return Inside::of(self).clock.counters.samples_by(batch); },
           "batch"_a,
           "Training samples seen at the next step, where each one since the last update had `batch` of them.")
       .def(

@@ -1,4 +1,4 @@
-// The face of an Average, and its state; what it does is in binding.cc, update.cc, swap.cc and streams.cc.
+// The face of an Average: concurrent use is refused, then one of the four owners is called.
 #include "shardow/average.h"
 
 #include <algorithm>
@@ -14,23 +14,46 @@ namespace shardow {
 
 using base::fail;
 
+namespace {
+
+std::string names_of(std::span<const TensorView> views) {
+  if (views.empty()) return "nothing";
+  return views.size() == 1 ? fmt::format("'{}'", views[0].name)
+                           : fmt::format("'{}' and {} more", views[0].name, views.size() - 1);
+}
+
+AverageOptions checked(AverageOptions options, bool of_kernels) {
+  average::check_options(options, of_kernels);
+  return options;
+}
+
+bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const TensorView& x, const TensorView& y) {
+    return x.data == y.data && x.device.kind == y.device.kind && x.device.index == y.device.index;
+  });
+}
+
+}  // namespace
+
+Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen,
+                    std::shared_ptr<average::OtherMemory> others)
+    : user(names_of(parameters)),
+      clock{{}, checked(std::move(chosen), others == nullptr)},
+      storage(std::move(parameters), clock.options, std::move(others)),
+      updater(clock, storage),
+      swap(user, clock, storage, updater) {}
+
 Average::Average(std::vector<TensorView> parameters, std::vector<std::vector<TensorView>> averages,
                  AverageOptions options, std::shared_ptr<average::OtherMemory> other)
     : impl_(std::make_unique<Impl>(std::move(parameters), std::move(options), std::move(other))) {
-  average::check_averages(impl_->parts, averages, impl_->options);
-  average::check_apart(impl_->whole(), averages);
-  impl_->averages = std::move(averages);
-  impl_->bound = impl_->make_bound(impl_->parts);
-  if (!impl_->options.keep_values) impl_->copy_parameters();
+  impl_->storage.take(std::move(averages));
+  if (!impl_->clock.options.keep_values) impl_->storage.copy_parameters();
 }
 
 Average::Average(std::span<const TensorView> parameters, AverageOptions options)
     : impl_(std::make_unique<Impl>(std::vector(parameters.begin(), parameters.end()), std::move(options), nullptr)) {
-  average::check_apart(impl_->whole());
-  average::check_overlap(impl_->parts, impl_->parts, impl_->options);
-  impl_->allocate();
-  impl_->bound = impl_->make_bound(impl_->parts);
-  impl_->copy_parameters();
+  impl_->storage.allocate();
+  impl_->storage.copy_parameters();
 }
 
 Average::Average(Average&&) noexcept = default;
@@ -44,17 +67,17 @@ UpdateReport Average::update(std::optional<int64_t> step, double samples) {
 
 UpdateReport Average::prepare_replay(std::optional<int64_t> step, double samples) {
   const auto use = impl_->use("prepare_replay()");
-  return impl_->update(step, samples, {}, Impl::Launch::kByReplay);
+  return impl_->update(step, samples, {}, average::Updater::Launch::kByReplay);
 }
 
 void Average::wait() const {
   const auto use = impl_->use("wait()");
-  impl_->wait();
+  impl_->updater.wait();
 }
 
 void Average::finish_reading() const {
   const auto use = impl_->use("finish_reading()");
-  impl_->finish_reading();
+  impl_->updater.finish_reading();
 }
 
 void Average::set_stream(int index, void* stream) {
@@ -85,120 +108,81 @@ void Average::reset() {
 }
 
 size_t Average::size() const noexcept {
-  return impl_->averages.size();
+  return impl_->storage.averages.size();
 }
 
 std::span<const TensorView> Average::views(size_t k) const {
   const auto use = impl_->use("views()");
-  impl_->wait();
-  if (impl_->swap)
-    fail(Code::kInvalidArgument, "the averages are in the parameters' memory while swapped; swap back first");
+  impl_->updater.wait();
+  impl_->swap.refuse("the averages are in the parameters' memory while swapped");
   if (k >= size()) fail(Code::kInvalidArgument, "average {} of {}", k, size());
-  return impl_->averages[k];
+  return impl_->storage.averages[k];
 }
 
 AverageStats Average::stats() const {
   const auto look = impl_->look();
-  impl_->wait();
-  impl_->read_counts();
-  const average::Counters& counters = impl_->counters;
-  const auto averaged = static_cast<int64_t>(size());
-  int64_t tables = 0;
-  int64_t offloaded = 0;
-  for (const auto& backend : impl_->bound.backends) tables += backend->table_bytes();
-  for (const auto& offload : impl_->bound.offloads) {
-    tables += offload->table_bytes();
-    offloaded += offload->bytes();
-  }
+  const auto& [_, clock, storage, updater, swap] = *impl_;
+  impl_->updater.wait();
+  impl_->updater.read_counts();
+  const average::Counters& counters = clock.counters;
   return {.step = counters.step,
           .updates = counters.updates,
-          .parameters = static_cast<int64_t>(impl_->parts.size()),
-          .elements = impl_->elements,
-          .bytes = averaged * byte_size(impl_->options.dtype, impl_->elements),
-          .bytes_moved = counters.applied_step > 0 ? impl_->bytes_per_update : 0,
-          .seconds = impl_->seconds,
-          .offload_bytes = impl_->offload_bytes_before + offloaded,
-          .hidden_seconds = impl_->hidden_seconds,
-          .waited_seconds = impl_->waited_seconds,
+          .parameters = static_cast<int64_t>(storage.parts.size()),
+          .elements = storage.elements,
+          .bytes = static_cast<int64_t>(size()) * byte_size(clock.options.dtype, storage.elements),
+          .bytes_moved = counters.applied_step > 0 ? storage.bytes_per_update : 0,
+          .seconds = updater.seconds().last,
+          .offload_bytes = storage.offload_bytes(),
+          .hidden_seconds = updater.seconds().hidden,
+          .waited_seconds = updater.seconds().waited,
           .held_non_finite = counters.held_non_finite,
-          .table_bytes = tables};
+          .table_bytes = storage.table_bytes()};
 }
 
 Progress Average::progress(double samples) const noexcept {
-  return impl_->progress_at(impl_->counters.step + 1, samples);
+  return impl_->clock.progress(impl_->clock.counters.step + 1, samples);
 }
 
 std::optional<NonFiniteReport> Average::non_finite() const {
   const auto use = impl_->use("non_finite()");
-  impl_->wait();
-  impl_->read_counts();
-  if (!impl_->met) return std::nullopt;
-  const auto [step, elements, part] = *impl_->met;
-  return NonFiniteReport{step, elements, part < impl_->parts.size() ? impl_->parts[part].name : "?"};
+  impl_->updater.wait();
+  impl_->updater.read_counts();
+  return impl_->updater.non_finite();
 }
 
 void Average::forget_non_finite() noexcept {
-  impl_->met.reset();
+  impl_->updater.forget_non_finite();
 }
 
 std::string Average::state() const {
   const auto use = impl_->use("state()");
   stats();  // brings the count up to date
-  return average::to_json(impl_->options, impl_->counters);
+  return impl_->clock.to_json();
 }
 
 void Average::set_state(std::string_view json, OptionsFrom options) {
   const auto use = impl_->use("set_state()");
-  impl_->wait();
-  if (impl_->swap) fail(Code::kInvalidArgument, "set_state() while weights and averages are swapped; swap back first");
-  const average::State state = average::state_from_json(json, impl_->options);
-  if (state.options.schedules.size() != size()) {
-    fail(Code::kInvalidArgument,
-         "the saved state has {} averages of each parameter, this one keeps {}; make it with the same number of decays",
-         state.options.schedules.size(), size());
-  }
-  impl_->set_state(state, options);
-}
-
-void Average::Impl::restart() {
-  const auto restarts = use("restart()");
-  reset();
-  read_counts();
-  counters = {};
-  met.reset();
-}
-
-void Average::Impl::set_state(const average::State& state, OptionsFrom from) {
-  if (from == OptionsFrom::kFile) {
-    AverageOptions merged = state.options;
-    merged.dtype = options.dtype;  // that of memory
-    try {
-      average::check_options(merged, other_memory == nullptr);
-    } catch (const Error& error) {
-      fail(error.code(),
-           "the saved state's options do not fit averages of dtype {} (go on with your own options instead): {}",
-           dtype_name(options.dtype), error.what());
-    }
-    options = std::move(merged);
-  }
-  average::take_settable(state.options.schedules, options.schedules);
-  read_counts();  // a device's, of updates before: they are not the new counters'
-  counters = state.counters;
-  met.reset();
+  auto& [_, clock, storage, updater, swap] = *impl_;
+  updater.wait();
+  swap.refuse("set_state() while weights and averages are swapped");
+  average::Clock next = clock.with(average::clock_from_json(json, clock.options), options, storage.other == nullptr);
+  updater.read_counts();  // a device's, of updates before: they are not the new counters'
+  clock = std::move(next);
+  updater.forget_non_finite();
 }
 
 std::vector<OptionDifference> Average::differences(std::string_view json) const {
   const auto use = impl_->use("differences()");
-  return average::differences(average::state_from_json(json).options, impl_->options);
+  return average::differences(average::clock_from_json(json).options, impl_->clock.options);
 }
 
 std::span<const Schedule> Average::schedules() const noexcept {
-  return impl_->options.schedules;
+  return impl_->clock.options.schedules;
 }
 
 void Average::set_decay(double decay) {
   const auto use = impl_->use("set_decay()");
-  std::vector<Schedule>& schedules = impl_->options.schedules;
+  std::vector<Schedule>& schedules = impl_->clock.options.schedules;
   const auto settable = std::find_if(schedules.begin(), schedules.end(), average::Schedules::is_settable);
   if (settable == schedules.end()) {
     fail(Code::kInvalidArgument,
@@ -210,17 +194,75 @@ void Average::set_decay(double decay) {
 
 std::vector<double> Average::decays() const {
   const auto look = impl_->look();
-  Progress alone = progress(impl_->counters.applied_samples + 1);
-  alone.delta = 1;
-  std::vector<double> decays;
-  for (const Schedule& schedule : schedules()) {
-    try {
-      decays.push_back(schedule.factors(alone).decay);
-    } catch (const Error&) {
-      decays.push_back(std::nan(""));
-    }
+  return impl_->clock.decays();
+}
+
+void Average::bind(std::span<const TensorView> parameters) {
+  const auto use = impl_->use("bind()");
+  auto& [_, clock, storage, updater, swap] = *impl_;
+  average::check_same(storage.whole(), parameters);
+  average::check_devices(parameters, clock.options);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Device& is = parameters[i].device;
+    if (is.kind == Device::Kind::kCuda && is.stream != storage.whole()[i].device.stream)
+      impl_->set_stream(is.index, is.stream);
   }
-  return decays;
+  if (same_addresses(storage.whole(), parameters)) return;
+  average::check_apart(parameters, storage.averages);
+  updater.wait();
+  swap.refuse("parameters have moved while they hold averages");
+  updater.read_counts();  // of tables that are about to go
+  storage.bind(parameters);
+}
+
+void Average::swap_in(size_t k) {
+  const auto use = impl_->use("swap_in()");
+  impl_->swap.in(impl_->storage.whole(), k);
+}
+
+void Average::swap_in(std::span<const TensorView> weights, size_t k) {
+  const auto use = impl_->use("swap_in()");
+  impl_->swap.in(weights, k);
+}
+
+void Average::swap_out() {
+  const auto use = impl_->use("swap_out()");
+  impl_->swap.out();
+}
+
+bool Average::swapped() const noexcept {
+  return impl_->swap.record().has_value();
+}
+
+Swapped::~Swapped() {
+  try {
+    ema_.swap_out();
+  } catch (...) {  // the swap is open, which the next call says
+  }
+}
+
+UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given,
+                                   average::Updater::Launch launch) {
+  swap.refuse("update() while weights and averages are swapped would average the averages");
+  return updater.update(step, samples, given, launch);
+}
+
+void Average::Impl::set_stream(int index, void* stream) {
+  storage.set_stream(index, stream);
+  swap.set_stream(index, stream);
+}
+
+void Average::Impl::reset() {
+  swap.refuse("reset() while weights and averages are swapped");
+  updater.reset();
+}
+
+void Average::Impl::restart() {
+  const auto restarts = use("restart()");
+  reset();
+  updater.read_counts();
+  clock.counters = {};
+  updater.forget_non_finite();
 }
 
 }  // namespace shardow

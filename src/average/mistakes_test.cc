@@ -84,7 +84,7 @@ TEST(Mistakes, ASwapThatIsAbandonedLeavesTheWeightsMemoryAlone) {
   auto p = std::make_unique<OwnTensor>("p", columns(), 1);
   Average ema(std::vector{p->view}, with_decay(0.5));
   ema.swap_in();
-  average::Inside::of(ema).abandoned = true;
+  average::Inside::of(ema).swap.abandon();
   p.reset();  // the sanitizer would see it touched
 }
 
@@ -123,7 +123,7 @@ TEST(Mistakes, TwoThreadsAtOnceAreToldSoWhicheverCallTheyMake) {
       [&] { ema.views(); },
       [&] { ema.finish_reading(); },
       [&] { ema.set_state("{}"); },
-      [&] { average::Inside::of(ema).prepare_swap(views, 0); },
+      [&] { average::Inside::of(ema).swap.prepare(views, 0); },
       [&] { average::Inside::of(ema).restart(); },
       [&] { ema.non_finite(); },
   };

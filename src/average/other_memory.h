@@ -5,7 +5,7 @@
 #include <span>
 
 #include "average/backend.h"
-#include "shardow/tensor_view.h"
+#include "shardow/average.h"
 
 namespace shardow::average {
 

@@ -8,10 +8,10 @@
 #include <cmath>
 #include <set>
 
-#include "average/json.h"
 #include "average/schedule_table.h"
 #include "base/errors.h"
 #include "base/float_environment.h"
+#include "base/json_object.h"
 
 namespace shardow {
 namespace {
@@ -107,7 +107,7 @@ std::string Schedule::key() const {
 
 Schedule Schedule::from_json(std::string_view json) {
   simdjson::dom::parser parser;
-  const auto found = average::object_in(parser, json);
+  const auto found = base::object_in(parser, json);
   if (!found) corrupt(json, "no JSON object");
   const simdjson::dom::object& object = *found;
   std::string_view kind;

@@ -126,9 +126,9 @@ TEST(Average, TellsTheNextStepsDecaysAndSamples) {
   EXPECT_EQ(ema.decays(), (std::vector<double>{2.0 / 11, 0}));
   ema.update(5, 40);
   EXPECT_EQ(ema.decays()[0], 5.0 / 14);
-  EXPECT_EQ(average::Inside::of(ema).counters.samples_by(8), 48);
+  EXPECT_EQ(average::Inside::of(ema).clock.counters.samples_by(8), 48);
   ema.update(7, 50);
-  EXPECT_EQ(average::Inside::of(ema).counters.samples_by(8), 58);
+  EXPECT_EQ(average::Inside::of(ema).clock.counters.samples_by(8), 58);
   Average seldom(std::vector{p.view}, {.schedules = {Schedule::mean()}, .update_every = 2});
   for (const int64_t step : {2, 5, 6}) seldom.update(step, 10.0 * static_cast<double>(step));
   const Progress next = seldom.progress(75);

@@ -20,7 +20,6 @@
 #include <utility>
 
 #include "average/checks.h"
-#include "average/impl.h"
 #include "base/errors.h"
 #include "base/turns.h"
 #include "group/collective_call.h"
@@ -30,19 +29,12 @@
 #include "group/wire.h"
 #include "tensor/dtype.h"
 
-namespace shardow {
+namespace shardow::average {
+namespace {
 
-using average::Ends;
-using average::Leaving;
-using average::SwapRanks;
-using average::SwapRecord;
-using average::WeightsMemory;
 using base::fail;
 using kernels::Direction;
 using kernels::Memory;
-
-namespace {
-
 using std::chrono::milliseconds;
 
 TensorView memory_as(const TensorView& view, const Memory& memory) {
@@ -52,7 +44,7 @@ TensorView memory_as(const TensorView& view, const Memory& memory) {
 }
 
 void step_done() {
-  if (average::swap_seam != nullptr) average::swap_seam();
+  if (swap_seam != nullptr) swap_seam();
 }
 
 /// Returns an exception of this rank as an error of all ranks.
@@ -114,139 +106,128 @@ Ends meet(const Leaving& leaving, const SwapRanks& ranks, bool shared, const std
 
 }  // namespace
 
-void Average::swap_in(size_t k) {
-  const auto use = impl_->use("swap_in()");
-  impl_->swap_in(impl_->whole(), k);
-}
-
-void Average::swap_in(std::span<const TensorView> weights, size_t k) {
-  const auto use = impl_->use("swap_in()");
-  impl_->swap_in(weights, k);
-}
-
-void Average::swap_out() {
-  const auto use = impl_->use("swap_out()");
-  impl_->swap_out();
-}
-
-Swapped::~Swapped() {
-  try {
-    ema_.swap_out();
-  } catch (...) {  // the swap is open, which the next call says
-  }
-}
-
 /// The record says how far the swap came, and so the way back; of replicas, which are not asked, this rank's parts
 /// alone.
-Average::Impl::~Impl() {
-  if (!swap || abandoned) return;
+Swap::~Swap() {
+  if (!record_ || abandoned_) return;
   try {
     exchange_out();
   } catch (...) {  // a device that is lost: nobody is left to be told
   }
 }
 
-bool Average::swapped() const noexcept {
-  return impl_->swap.has_value();
+void Swap::refuse(const char* what) const {
+  if (record_) fail(Code::kInvalidArgument, "{}; swap back first", what);
+}
+
+void Swap::set_stream(int index, void* stream) {
+  if (!record_) return;
+  follow(record_->whole, index, stream);
+  follow(record_->weights, index, stream);
 }
 
 /// Weights of C++, at the addresses that they were swapped at.
-class Average::Impl::OwnMemory final : public WeightsMemory {
+class Swap::OwnMemory final : public WeightsMemory {
  public:
-  explicit OwnMemory(Impl& ema) : ema_(ema) {}
+  explicit OwnMemory(Swap& swap) : swap_(swap) {}
 
   /// A rank whose own swap failed early is needed by those that went on.
   std::vector<TensorView> places(bool /*strict*/) override {
-    if (!ema_.swap && ema_.options.replicas != nullptr) own_.emplace(*ema_.options.replicas, ema_.whole());
+    Group* const replicas = swap_.storage_.options.replicas;
+    if (!swap_.record_ && replicas != nullptr) own_.emplace(*replicas, swap_.storage_.whole());
     return {};
   }
 
   void exchange(const std::function<void()>& writes, Deadline deadline) override {
     writes();
-    if (ema_.swap) return ema_.swap->exchange->run(*ema_.options.replicas, ema_.swap->whole, deadline);
-    own_->run(*ema_.options.replicas, ema_.whole(), deadline);
+    Group& replicas = *swap_.storage_.options.replicas;
+    if (swap_.record_) return swap_.record_->exchange->run(replicas, swap_.record_->whole, deadline);
+    own_->run(replicas, swap_.storage_.whole(), deadline);
   }
 
  private:
-  Impl& ema_;
-  std::optional<average::ReplicaExchange> own_;
+  Swap& swap_;
+  std::optional<ReplicaExchange> own_;
 };
 
-SwapRanks Average::Impl::swap_ranks() const {
-  return {options.replicas, options.replicas != nullptr, options.timeout};
+SwapRanks Swap::own_ranks() const {
+  Group* const replicas = storage_.options.replicas;
+  return {replicas, replicas != nullptr, storage_.options.timeout};
 }
 
-void Average::Impl::swap_in(std::span<const TensorView> weights, size_t k) {
+void Swap::in(std::span<const TensorView> weights, size_t k) {
   std::optional<SwapRecord> prepared;
-  if (options.replicas != nullptr) {
-    options.replicas->begin("swap_in()", options.timeout);
+  if (Group* const replicas = storage_.options.replicas; replicas != nullptr) {
+    replicas->begin("swap_in()", storage_.options.timeout);
     std::optional<group::EqualFacts> facts;
-    group::CollectiveCall(*options.replicas, options.timeout).compare([&] {
-      prepared = prepare_swap(weights, k);
-      return group::Comparisons{&facts.emplace("swap_in()", average::swap_facts(k, counters.updates, weights))};
+    group::CollectiveCall(*replicas, storage_.options.timeout).compare([&] {
+      prepared = prepare(weights, k);
+      return group::Comparisons{&facts.emplace("swap_in()", swap_facts(k, clock_.counters.updates, weights))};
     });
   } else {
-    prepared = prepare_swap(weights, k);
+    prepared = prepare(weights, k);
   }
   OwnMemory own(*this);
   try {
-    enter_swap(std::move(*prepared), own, swap_ranks());
+    enter(std::move(*prepared), own, own_ranks());
   } catch (...) {
     const std::exception_ptr first = std::current_exception();
     try {
-      leave_swap({"swap_in()", error_of(first).what(), true}, own, swap_ranks());
+      leave({"swap_in()", error_of(first).what(), true}, own, own_ranks());
     } catch (...) {  // the record stays, and swap_out() goes on from it; the first failure is the one to tell
     }
     std::rethrow_exception(first);
   }
 }
 
-void Average::Impl::swap_out() {
+void Swap::out() {
   OwnMemory own(*this);
-  leave_swap({"swap_out()"}, own, swap_ranks());
+  leave({"swap_out()"}, own, own_ranks());
 }
 
 /// Step 1, on this rank: all that could be refused, and all memory.
-SwapRecord Average::Impl::prepare_swap(std::span<const TensorView> weights, size_t k) {
-  const auto prepares = use("swap_in()");
+SwapRecord Swap::prepare(std::span<const TensorView> weights, size_t k) const {
+  const OneUser::Use use(user_, "swap_in()");
+  const std::vector<std::vector<TensorView>>& averages = storage_.averages;
   if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
-  average::check_swappable(whole(), weights);
-  wait();
-  if (swap) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, swap->k);
-  SwapRecord prepared{k, {weights.begin(), weights.end()}, divide(weights), std::vector<Memory>(weights.size())};
-  if (options.replicas != nullptr) prepared.exchange.emplace(*options.replicas, weights);
+  check_swappable(storage_.whole(), weights);
+  updater_.wait();
+  if (record_) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, record_->k);
+  SwapRecord prepared{
+      k, {weights.begin(), weights.end()}, storage_.divide(weights), std::vector<Memory>(weights.size())};
+  if (storage_.options.replicas != nullptr) prepared.exchange.emplace(*storage_.options.replicas, weights);
   for (size_t i = 0; i < weights.size(); ++i) {
     const TensorView& part = prepared.weights[i];
-    if (average::is_other(part) || kernels::swaps_in_place(part.dtype, options.dtype)) continue;
+    if (is_other(part) || kernels::swaps_in_place(part.dtype, storage_.options.dtype)) continue;
     prepared.kept[i] = Memory(static_cast<size_t>(byte_size(part.dtype, part.region.size())), averages[k][i].device);
     step_done();
   }
-  const auto on_ring = [&](size_t i) { return average::is_offloaded(prepared.weights[i], averages[k][i]); };
+  const auto on_ring = [&](size_t i) { return is_offloaded(prepared.weights[i], averages[k][i]); };
   for (size_t first = 0, end = 0; first < weights.size(); first = end) {
     const int index = prepared.weights[first].device.index;
     for (end = first + 1;
          on_ring(first) && end < weights.size() && on_ring(end) && prepared.weights[end].device.index == index;)
       ++end;
-    if (on_ring(first)) prepared.rings.emplace_back(ring_of(index), prepared.weights, first, end);
+    if (on_ring(first)) prepared.rings.emplace_back(storage_.ring_of(index), prepared.weights, first, end);
   }
   return prepared;
 }
 
 /// Steps 2 to 4.
-void Average::Impl::enter_swap(SwapRecord prepared, WeightsMemory& model, const SwapRanks& ranks) {
-  swap = std::move(prepared);
+void Swap::enter(SwapRecord prepared, WeightsMemory& model, const SwapRanks& ranks) {
+  record_ = std::move(prepared);
   const auto exchange_own = [&] {
-    const auto use = this->use("swap_in()");
+    const OneUser::Use use(user_, "swap_in()");
     exchange_in();
     model.scatter();
   };
   if (ranks.divided) {
     agree(*ranks.group, base::after(ranks.timeout), exchange_own);
-    swap->entered = true;
+    record_->entered = true;
     try {
-      model.exchange([&] { swap->shared = true; }, base::after(ranks.timeout));
+      model.exchange([&] { record_->shared = true; }, base::after(ranks.timeout));
     } catch (const Error& error) {
-      swap->waited = group::is_about_others(error.code());
+      record_->waited = group::is_about_others(error.code());
       throw;
     }
   } else {
@@ -256,25 +237,25 @@ void Average::Impl::enter_swap(SwapRecord prepared, WeightsMemory& model, const 
 }
 
 /// Steps 5 to 8. Replicas that go back from step 3 do so together, and have no more to tell each other.
-void Average::Impl::leave_swap(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
-  const bool from_step_3 = leaving.enters && !(swap && swap->entered);
+void Swap::leave(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
+  const bool from_step_3 = leaving.enters && !(record_ && record_->entered);
   const Ends ends =
       ranks.divided && !from_step_3 ? leave_together(leaving, model, ranks) : leave_alone(leaving, model, ranks);
   if (leaving.error.empty() && !ends.failures.empty())
     throw Error(Code::kPeerFailed, ends.failures + ". The weights are back on this rank");
 }
 
-average::Ends Average::Impl::leave_alone(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
+Ends Swap::leave_alone(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
   std::exception_ptr refusal;
   std::string failure = leaving.error;
   try {
-    if (swap) put_back(model.places(leaving.strict), model);
+    if (record_) put_back(model.places(leaving.strict), model);
   } catch (const group::Interruption&) {
     throw;
   } catch (...) {
     refusal = std::current_exception();
     const std::string why = error_of(refusal).what();
-    if (swap) swap->why = why;
+    if (record_) record_->why = why;
     if (failure.empty()) failure = why;
   }
   Ends ends;
@@ -283,7 +264,7 @@ average::Ends Average::Impl::leave_alone(const Leaving& leaving, WeightsMemory& 
   return ends;
 }
 
-average::Ends Average::Impl::leave_together(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
+Ends Swap::leave_together(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
   std::vector<TensorView> places;
   std::optional<Error> refusal;
   try {
@@ -293,11 +274,11 @@ average::Ends Average::Impl::leave_together(const Leaving& leaving, WeightsMemor
   } catch (...) {
     refusal = error_of(std::current_exception());
   }
-  const bool shared = swap && swap->shared;
+  const bool shared = record_ && record_->shared;
   Ends ends;
   try {
     // A rank that waited for another in vain does not wait a second time as long.
-    const bool waited = leaving.enters && swap->waited;
+    const bool waited = leaving.enters && record_->waited;
     ends = meet(leaving, ranks, shared, refusal ? refusal->what() : leaving.error, refusal.has_value(),
                 waited ? std::min<milliseconds>(ranks.timeout, group::kToTell) : ranks.timeout);
   } catch (const Error& missing) {
@@ -315,123 +296,125 @@ average::Ends Average::Impl::leave_together(const Leaving& leaving, WeightsMemor
     model.exchange([] {}, base::after(ranks.timeout));
     finish(model);
   } catch (const Error& lost) {
-    if (swap) stay(leaving, lost);
+    if (record_) stay(leaving, lost);
     throw;
   }
   return ends;
 }
 
 /// Why the averages are still in the weights' memory, if they are, though the swap was left.
-void Average::Impl::stay(const Leaving& leaving, const Error& error) {
+void Swap::stay(const Leaving& leaving, const Error& error) {
   const std::string text = error.what();
   const std::string why = text.starts_with(leaving.call) ? text : fmt::format("{}: {}", leaving.call, text);
-  if (swap) swap->why = why;
+  if (record_) record_->why = why;
   throw Error(error.code(), why, error.os_errno());
 }
 
 /// Step 6, where no other rank is needed.
-void Average::Impl::put_back(std::span<const TensorView> places, WeightsMemory& model) {
-  if (!swap) return;
+void Swap::put_back(std::span<const TensorView> places, WeightsMemory& model) {
+  if (!record_) return;
   take_back(places, model);
   finish(model);
 }
 
 /// All of the weights are back.
-void Average::Impl::finish(WeightsMemory& model) {
+void Swap::finish(WeightsMemory& model) {
   model.written();
   step_done();
-  swap.reset();
+  record_.reset();
 }
 
 /// `places` differ from what was swapped in by its addresses and streams; empty: nothing has moved.
-void Average::Impl::take_back(std::span<const TensorView> places, WeightsMemory& model) {
-  if (!swap) return;
-  const auto use = this->use("swap_out()");
+void Swap::take_back(std::span<const TensorView> places, WeightsMemory& model) {
+  if (!record_) return;
+  const OneUser::Use use(user_, "swap_out()");
   if (!places.empty()) {
-    average::check_swappable(whole(), places);
-    std::vector<TensorView> all(places.begin(), places.end()), own = divide(places);
+    check_swappable(storage_.whole(), places);
+    std::vector<TensorView> all(places.begin(), places.end()), own = storage_.divide(places);
     for (size_t i = 0; i < own.size(); ++i) {
-      if (own[i].dtype == swap->weights[i].dtype) continue;
+      if (own[i].dtype == record_->weights[i].dtype) continue;
       fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were swapped in", own[i].name,
-           dtype_name(own[i].dtype), dtype_name(swap->weights[i].dtype));
+           dtype_name(own[i].dtype), dtype_name(record_->weights[i].dtype));
     }
-    swap->whole.swap(all);
-    swap->weights.swap(own);
+    record_->whole.swap(all);
+    record_->weights.swap(own);
   }
   exchange_out();
   model.scatter();
 }
 
-average::RingSwap::Tensors Average::Impl::through_ring() const {
-  return {swap->weights, averages[swap->k], swap->kept};
+RingSwap::Tensors Swap::through_ring() const {
+  return {record_->weights, storage_.averages[record_->k], record_->kept};
 }
 
-void Average::Impl::exchange_in() {
-  auto ring = swap->rings.begin();
-  for (size_t i = 0; i < swap->weights.size(); ++i) {
+void Swap::exchange_in() {
+  auto ring = record_->rings.begin();
+  for (size_t i = 0; i < record_->weights.size(); ++i) {
     step_done();
-    if (ring != swap->rings.end() && ring->first() == i) {
-      swap->exchanged = ring->end();  // from here on taking back is right: the ring's swap knows how far it came
-      ring->in(through_ring(), *pool);
+    if (ring != record_->rings.end() && ring->first() == i) {
+      record_->exchanged = ring->end();  // from here on taking back is right: the ring's swap knows how far it came
+      ring->in(through_ring(), *storage_.pool);
       i = ring++->end() - 1;
       continue;
     }
-    const TensorView &weight = swap->weights[i], &average = averages[swap->k][i];
-    if (average::is_other(weight)) {
-      other_memory->keep(weight);
-      swap->exchanged = i + 1;
-      other_memory->show(weight, swap->k);
-    } else if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
+    const TensorView &weight = record_->weights[i], &average = storage_.averages[record_->k][i];
+    if (is_other(weight)) {
+      storage_.other->keep(weight);
+      record_->exchanged = i + 1;
+      storage_.other->show(weight, record_->k);
+    } else if (kernels::swaps_in_place(weight.dtype, storage_.options.dtype)) {
       size_t end = i + 1;
-      while (end < swap->weights.size() && end - i < average::kMostSwapped && swap_together(i, end)) ++end;
+      while (end < record_->weights.size() && end - i < kMostSwapped && swap_together(i, end)) ++end;
       exchange(i, end, Direction::kIn);
-      swap->exchanged = end;
+      record_->exchanged = end;
       i = end - 1;
     } else {
-      average::cast(weight, memory_as(weight, swap->kept[i]), *pool);
-      swap->exchanged = i + 1;  // from here on taking back is right, whether or not the next line was reached
-      average::cast(average, weight, *pool);
+      cast(weight, memory_as(weight, record_->kept[i]), *storage_.pool);
+      record_->exchanged = i + 1;  // from here on taking back is right, whether or not the next line was reached
+      cast(average, weight, *storage_.pool);
     }
   }
   step_done();
 }
 
-void Average::Impl::exchange_out() {
-  while (swap->exchanged > 0) {
+void Swap::exchange_out() {
+  while (record_->exchanged > 0) {
     step_done();
-    size_t i = swap->exchanged - 1;
-    const auto ring = std::find_if(swap->rings.begin(), swap->rings.end(),
-                                   [&](const auto& one) { return one.end() == swap->exchanged; });
-    if (ring != swap->rings.end()) {
-      ring->out(through_ring(), *pool);
-      swap->exchanged = ring->first();
+    size_t i = record_->exchanged - 1;
+    const auto ring = std::find_if(record_->rings.begin(), record_->rings.end(),
+                                   [&](const auto& one) { return one.end() == record_->exchanged; });
+    if (ring != record_->rings.end()) {
+      ring->out(through_ring(), *storage_.pool);
+      record_->exchanged = ring->first();
       continue;
     }
-    const TensorView& weight = swap->weights[i];
-    if (average::is_other(weight)) {
-      other_memory->put_back(weight);
-    } else if (kernels::swaps_in_place(weight.dtype, options.dtype)) {
-      while (i > 0 && swap->exchanged - i < average::kMostSwapped && swap_together(i, i - 1)) --i;
-      exchange(i, swap->exchanged, Direction::kOut);
+    const TensorView& weight = record_->weights[i];
+    if (is_other(weight)) {
+      storage_.other->put_back(weight);
+    } else if (kernels::swaps_in_place(weight.dtype, storage_.options.dtype)) {
+      while (i > 0 && record_->exchanged - i < kMostSwapped && swap_together(i, i - 1)) --i;
+      exchange(i, record_->exchanged, Direction::kOut);
     } else {
-      average::cast(memory_as(weight, swap->kept[i]), weight, *pool);
+      cast(memory_as(weight, record_->kept[i]), weight, *storage_.pool);
     }
-    swap->exchanged = i;
+    record_->exchanged = i;
   }
-  for (size_t i = 0; i < swap->kept.size(); ++i) {
-    if (swap->kept[i].bytes() > 0) average::finish(swap->weights[i]);
+  for (size_t i = 0; i < record_->kept.size(); ++i) {
+    if (record_->kept[i].bytes() > 0) average::finish(record_->weights[i]);
   }
-  if (other_memory) other_memory->forget();
+  if (storage_.other) storage_.other->forget();
 }
 
-bool Average::Impl::swap_together(size_t i, size_t other) const {
-  const auto device_of = [&](size_t at) { return average::swapping_device(swap->weights[at], averages[swap->k][at]); };
+bool Swap::swap_together(size_t i, size_t other) const {
+  const auto device_of = [&](size_t at) {
+    return swapping_device(record_->weights[at], storage_.averages[record_->k][at]);
+  };
   return device_of(i) >= 0 && device_of(i) == device_of(other);
 }
 
-void Average::Impl::exchange(size_t first, size_t end, Direction direction) {
-  const std::span<const TensorView> weights = swap->weights, averaged = averages[swap->k];
-  average::swap(weights.subspan(first, end - first), averaged.subspan(first, end - first), direction, *pool);
+void Swap::exchange(size_t first, size_t end, Direction direction) {
+  const std::span<const TensorView> weights = record_->weights, averaged = storage_.averages[record_->k];
+  average::swap(weights.subspan(first, end - first), averaged.subspan(first, end - first), direction, *storage_.pool);
 }
 
-}  // namespace shardow
+}  // namespace shardow::average

@@ -6,11 +6,16 @@
 #include <cstddef>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "average/clock.h"
+#include "average/one_user.h"
 #include "average/replicas.h"
 #include "average/ring_swap.h"
+#include "average/storage.h"
+#include "average/updater.h"
 #include "kernels/memory.h"
 #include "shardow/group.h"
 #include "shardow/tensor_view.h"
@@ -72,6 +77,55 @@ struct SwapRecord {
   bool entered = false;  // replicas: all have exchanged their own parts
   bool shared = false;   // parts that other replicas own may hold averages: the way back needs those replicas
   std::string why = {};  // it is still open though it was left
+};
+
+/// Swaps of one Average. Its state is the record of the swap that is open.
+class Swap {
+ public:
+  /// All of them outlive this.
+  Swap(OneUser& user, const Clock& clock, Storage& storage, Updater& updater)
+      : user_(user), clock_(clock), storage_(storage), updater_(updater) {}
+  ~Swap();  ///< takes the weights back where a swap is open
+  Swap(const Swap&) = delete;
+  Swap& operator=(const Swap&) = delete;
+
+  const std::optional<SwapRecord>& record() const noexcept { return record_; }
+  /// Throws while a swap is open, by the end of the message what is impossible then.
+  void refuse(const char* what) const;
+  void abandon() noexcept { abandoned_ = true; }  ///< the end leaves a swap where it stands
+  void set_stream(int index, void* stream);
+
+  // Of weights that stay where they are, with AverageOptions::replicas.
+  void in(std::span<const TensorView> weights, size_t k);
+  void out();
+
+  // In steps, for callers whose memory moves and whose ranks say why they leave.
+  SwapRecord prepare(std::span<const TensorView> weights, size_t k) const;
+  void enter(SwapRecord prepared, WeightsMemory& model, const SwapRanks& ranks);
+  void leave(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks);
+
+ private:
+  class OwnMemory;
+
+  SwapRanks own_ranks() const;
+  Ends leave_alone(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks);
+  Ends leave_together(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks);
+  void put_back(std::span<const TensorView> places, WeightsMemory& model);
+  void take_back(std::span<const TensorView> places, WeightsMemory& model);
+  void finish(WeightsMemory& model);
+  [[noreturn]] void stay(const Leaving& leaving, const Error& error);
+  void exchange_in();
+  void exchange_out();
+  void exchange(size_t first, size_t end, kernels::Direction direction);
+  bool swap_together(size_t i, size_t other) const;
+  RingSwap::Tensors through_ring() const;
+
+  OneUser& user_;
+  const Clock& clock_;
+  Storage& storage_;
+  Updater& updater_;
+  std::optional<SwapRecord> record_;
+  bool abandoned_ = false;
 };
 
 }  // namespace shardow::average

@@ -109,7 +109,7 @@ TEST_F(SwapStopped, OnTheWayInAndAgainWhileTakingBackKeepsARecordToGoOnFrom) {
   for (int at = 0; at < 8; ++at) {
     if (run(at, 2, [&] { ema->swap_in(); })) continue;
     if (ema->swapped()) {
-      if (average::Inside::of(*ema).swap->exchanged > 0) ++failed_twice;
+      if (average::Inside::of(*ema).swap.record()->exchanged > 0) ++failed_twice;
       EXPECT_THROW(ema->update(), Error);
       EXPECT_THROW((void)ema->views(), Error);
       EXPECT_THROW(ema->swap_in(), Error);
@@ -153,7 +153,7 @@ TEST_F(SwapStopped, GoesOnWhereItStoodAndFollowsMemoryThatMoved) {
     memory.swap(moved);
     std::fill(moved.begin(), moved.end(), 0xdeadbeef);
     Moved moved_weights(views());
-    average::Inside::of(*ema).leave_swap({"swap_out()"}, moved_weights, {});
+    average::Inside::of(*ema).swap.leave({"swap_out()"}, moved_weights, {});
     EXPECT_EQ(memory, weights);
     ema->bind(views());
     expect_all_back("stopped at step " + std::to_string(at));
@@ -165,8 +165,8 @@ TEST_F(SwapStopped, ToComeBackToWeightsOfAnotherDtypeStaysOpen) {
   std::vector<TensorView> cast = views();
   cast[1].dtype = DType::kF16;
   Moved cast_weights(cast);
-  EXPECT_THROW(average::Inside::of(*ema).leave_swap({"swap_out()"}, cast_weights, {}), Error);
-  EXPECT_NE(average::Inside::of(*ema).swap->why, "");
+  EXPECT_THROW(average::Inside::of(*ema).swap.leave({"swap_out()"}, cast_weights, {}), Error);
+  EXPECT_NE(average::Inside::of(*ema).swap.record()->why, "");
   ema->swap_out();
   expect_all_back("afterwards");
 }

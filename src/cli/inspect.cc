@@ -3,7 +3,7 @@
 #include <map>
 #include <set>
 
-#include "average/counters.h"
+#include "average/clock.h"
 #include "cli/app.h"
 #include "cli/lanes.h"
 #include "cli/numbers.h"
@@ -60,11 +60,11 @@ struct Totals {
 };
 
 /// Of an EMA's file; nothing for another's text under our key.
-std::optional<average::State> state_in(const std::map<std::string, std::string>& metadata) {
+std::optional<average::Clock> state_in(const std::map<std::string, std::string>& metadata) {
   const auto found = metadata.find(kStateKey);
   if (found == metadata.end()) return std::nullopt;
   try {
-    return average::state_from_json(found->second);
+    return average::clock_from_json(found->second);
   } catch (const Error&) {
     return std::nullopt;
   }
@@ -86,7 +86,7 @@ std::string writer_of(const Source& source) {
   return metadata.contains("format") ? "unknown, of format " + metadata.at("format") : "unknown";
 }
 
-void print_state(const average::State& state) {
+void print_state(const average::Clock& state) {
   const auto& [counters, options] = state;
   print("  EMA: step {}, {} updates, {} averages, seed {}", counters.step, counters.updates, dtype_name(options.dtype),
         options.seed);
@@ -222,7 +222,7 @@ Json tensors_of(const Checkpoint& checkpoint, bool with_values) {
   });
 }
 
-Json as_json(const average::State& state) {
+Json as_json(const average::Clock& state) {
   const auto json_of = [](const Schedule& schedule) { return Json::raw(schedule.to_json()); };
   return Json::object({{"step", state.counters.step},
                        {"updates", state.counters.updates},

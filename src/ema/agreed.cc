@@ -1,6 +1,6 @@
 #include "ema/agreed.h"
 
-#include "average/counters.h"
+#include "average/clock.h"
 #include "average/replicas.h"
 #include "file/crc.h"
 #include "group/wire.h"
@@ -9,15 +9,15 @@
 namespace shardow::ema {
 namespace {
 
-using average::State;
+using average::Clock;
 using group::Facts;
 using group::Receiver;
 
-Facts facts_of(const State& state, const Facts& asked) {
-  const average::Counters& counters = state.counters;
+Facts facts_of(const Clock& clock, const Facts& asked) {
+  const average::Counters& counters = clock.counters;
   Facts facts = {average::updates_fact(counters.updates)};
   facts.insert(facts.end(), asked.begin(), asked.end());
-  for (const auto& [name, text] : average::named(state.options)) facts.push_back({name, text});
+  for (const auto& [name, text] : average::named(clock.options)) facts.push_back({name, text});
   facts.push_back({"step", std::to_string(counters.step)});
   facts.push_back({"applied_step", std::to_string(counters.applied_step)});
   facts.push_back({"applied_samples", fmt::format("{}", counters.applied_samples)});
@@ -27,9 +27,9 @@ Facts facts_of(const State& state, const Facts& asked) {
 }  // namespace
 
 std::string EqualStates::words() {
-  const State state = average::state_from_json(state_);
-  facts_.emplace(call_, facts_of(state, asked_));
-  return group::numbers_and_text({state.counters.held_non_finite}, facts_->words());
+  const Clock clock = average::clock_from_json(state_);
+  facts_.emplace(call_, facts_of(clock, asked_));
+  return group::numbers_and_text({clock.counters.held_non_finite}, facts_->words());
 }
 
 std::string EqualStates::sum_up(const std::vector<std::string>& by_rank) const {
@@ -47,17 +47,17 @@ std::string EqualStates::sum_up(const std::vector<std::string>& by_rank) const {
 void EqualStates::take(group::CollectiveCall& call, const std::string& total) {
   if (total.empty()) return;
   Receiver in(total);
-  State state = average::state_from_json(state_);
-  state.counters.held_non_finite = in.number();
+  Clock clock = average::clock_from_json(state_);
+  clock.counters.held_non_finite = in.number();
   facts_->take(call, in.text());
-  state_ = average::to_json(state.options, state.counters);
+  state_ = clock.to_json();
 }
 
 std::string own_part(const std::string& state, int rank) {
   if (rank == 0) return state;
-  State part = average::state_from_json(state);
+  Clock part = average::clock_from_json(state);
   part.counters.held_non_finite = 0;
-  return average::to_json(part.options, part.counters);
+  return part.to_json();
 }
 
 Facts copies_in(std::span<const SaveFile> files) {

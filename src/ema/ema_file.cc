@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "average/counters.h"
+#include "average/clock.h"
 #include "base/errors.h"
 #include "base/paths.h"
 #include "ema/names.h"

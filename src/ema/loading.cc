@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-#include "average/counters.h"
+#include "average/clock.h"
 #include "base/errors.h"
 #include "base/paths.h"
 #include "base/turns.h"

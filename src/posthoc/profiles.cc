@@ -11,9 +11,9 @@
 #include <cmath>
 #include <utility>
 
-#include "average/json.h"
 #include "average/schedule_table.h"
 #include "base/errors.h"
+#include "base/json_object.h"
 
 namespace shardow::posthoc {
 namespace {
@@ -150,7 +150,7 @@ class Sums {
 std::optional<double> sigma_rel_of(const Schedule& schedule) {
   const std::string json = schedule.to_json();
   simdjson::dom::parser parser;
-  const auto object = average::object_in(parser, json);
+  const auto object = base::object_in(parser, json);
   double sigma_rel = 0;
   if (!object || (*object)["sigma_rel"].get(sigma_rel) != simdjson::SUCCESS) return std::nullopt;
   return sigma_rel;

@@ -8,9 +8,9 @@
 #include <cmath>
 #include <span>
 
-#include "average/counters.h"
-#include "average/json.h"
+#include "average/clock.h"
 #include "base/errors.h"
+#include "base/json_object.h"
 #include "file/crc.h"
 
 namespace shardow::posthoc {
@@ -221,7 +221,7 @@ Record record_from_json(std::string_view json) {
          json.size(), kMostText);
   }
   dom::parser parser;
-  const auto object = average::object_in(parser, json);
+  const auto object = base::object_in(parser, json);
   if (!object) corrupt("no JSON object");
   if (const auto format = field<int64_t>(*object, "format"); format < 1 || format > kFormat) {
     fail(Code::kUnsupported, "{}: format {}; this version reads formats 1 to {}", kRecordKey, format, kFormat);
@@ -238,7 +238,7 @@ Record record_from_json(std::string_view json) {
 }
 
 Record record_from_state(std::string_view state) {
-  const average::State found = average::state_from_json(state);
+  const average::Clock found = average::clock_from_json(state);
   const auto& [options, counters] = std::pair(found.options, found.counters);
   Segment segment{.run = {}, .replaces = {}, .start_step = options.start_step, .schedules = {}, .updates = {}};
   bool samples = false;

@@ -10,7 +10,7 @@
 #include <cmath>
 #include <map>
 
-#include "average/counters.h"
+#include "average/clock.h"
 #include "base/errors.h"
 #include "base/paths.h"
 #include "ema/names.h"
@@ -88,7 +88,7 @@ std::optional<Saved> saved_in(const base::Path& path) {
       fail(Code::kCorrupt, "{}: {} and {} are of different saves", path.string(), files.front().name, one.name);
     state = told.at(kStateKey), record = own;
   }
-  const average::State found = average::state_from_json(state);
+  const average::Clock found = average::clock_from_json(state);
   Record past = record.empty() ? record_from_state(state) : until(record_from_json(record), found.counters.step);
   std::vector<decltype(Segment::schedules)> schedules;
   for (const Segment& segment : past) schedules.push_back(segment.schedules);

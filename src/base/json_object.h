@@ -1,4 +1,4 @@
-// JSON objects of saved states and schedules.
+// JSON objects: of saved states, schedules and records.
 #pragma once
 
 #include <simdjson.h>
@@ -7,7 +7,7 @@
 #include <optional>
 #include <string_view>
 
-namespace shardow::average {
+namespace shardow::base {
 
 /// The object that `json` is, valid as long as `parser`; nothing: it is none. Throws std::bad_alloc: no memory is no
 /// fault of the text.
@@ -21,4 +21,4 @@ inline std::optional<simdjson::dom::object> object_in(simdjson::dom::parser& par
   return object;
 }
 
-}  // namespace shardow::average
+}  // namespace shardow::base

@@ -48,8 +48,8 @@ class GivenMemory:
     def __init__(self, rows: Iterable[AveragedTensor], rule: str, stochastic: bool = False, seed: int = 0) -> None:
         self._rule, self._stochastic, self._seed = rule, stochastic, seed
         self._warned = False
-        #: The sources in the order of ``rows``. A caller may take them away between calls, and bring them again where
-        #: they were: the engine reads addresses alone.
+        #: The sources in the order of ``rows``, without what is left alone. A caller may take them away between calls,
+        #: and bring them again where they were: the engine reads addresses alone.
         self.sources: Tensors = []
         self._averages: Tensors = []
         self._copied: list[int] = []  # places of rows
@@ -57,7 +57,7 @@ class GivenMemory:
         self._staged: dict[int, torch.Tensor] = {}  # copies of sources, which the engine reads
         self._others: dict[object, list[int]] = {}  # torch takes each list at once
         engine: dict[torch.dtype, list[AveragedTensor]] = {}
-        for at, entry in enumerate(rows):
+        for at, entry in enumerate(row for row in rows if row.fate != "leave"):
             row = replace(entry, source=_memory(entry.source), average=_memory(entry.average))
             source, average = row.source, row.average
             self.sources.append(source)

@@ -134,7 +134,7 @@ class EMA_FSDP:
     def load_state_dict(self, sd: Mapping[str, torch.Tensor]) -> None:
         """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises
         ValueError, on every rank, with everything that does not fit, before anything changes."""
-        load_averages(self._averages, sd, others=self._averages.view.buffers)
+        load_averages(self._averages, sd)
 
     def full_state_dict(self, fsdp_module: Any = None, key_style: str = "wrapped") -> dict[str, torch.Tensor]:
         """Whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out of it;

@@ -246,8 +246,7 @@ def _forms(job: Job, state: State) -> tuple[dict[str, Form], dict[str, Any]]:
             continue
         tensor = state[name]
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__create_chunk_list__"):
-            is_part = f"the source's '{name}' is a {type(tensor).__name__}, and nothing was loaded"
-            raise invalid(f"{is_part}; give names with full tensors, those of full_state_dict(), which rank 0 has")
+            raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; give the tensors of full_state_dict()")
         if tensor.is_meta:
             raise invalid(f"the source's '{name}' is on meta, without values")
         forms[name] = Form(tuple(tensor.shape), tensor.dtype)

@@ -79,9 +79,9 @@ class SwappedModelProxy(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         _, _, missing, unexpected, _ = args  # as torch passes them
         values = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
-        found = load_averages(self.core, values, strict=False)
-        missing += [prefix + name for name in found.missing]
-        unexpected += [prefix + name for name in found.unexpected]
+        compared = load_averages(self.core, values, strict=False)
+        missing += [prefix + name for name in compared.missing]
+        unexpected += [prefix + name for name in compared.unexpected]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -337,8 +337,8 @@ class Averaged(nn.Module):
             Part(name, buffer.view(-1), _core.Region.whole(list(buffer.shape)))
             for name, buffer in self.named_buffers(recurse=False)
         ]
-        found = load_averages(self.module.core, state_dict, strict, beside=own)
-        return _IncompatibleKeys(found.missing, found.unexpected)
+        compared = load_averages(self.module.core, state_dict, strict, beside=own)
+        return _IncompatibleKeys(compared.missing, compared.unexpected)
 
 
 def refuse_unfit(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:

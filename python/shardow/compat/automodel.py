@@ -12,7 +12,6 @@ import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -39,7 +38,7 @@ from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
 from shardow.model.groups import group_of_model
 from shardow.model.local import LocalTensor
-from shardow.model.match import Fit, Form, fit
+from shardow.model.match import Fit, Form, compare, fit
 from shardow.model.names import clean_file_key
 from shardow.model.parts import Held, Saveable, held_by
 from shardow.model.piece import Piece
@@ -110,15 +109,8 @@ class Managed(ABC):
             ValueErrors.
         """
 
-        what = f"{type(self).__name__}.load_state_dict()"
-
-        def refuse(fit: Fit[Form | None]) -> None:
-            if strict:
-                names = replace(fit, different=[], elsewhere=[])
-                names.refuse(what, "the state", self._refusal, hint="strict=False leaves these as they are")
-            fit.only_different().refuse(what, "the state", RuntimeError)
-
-        return _unmatched(fill(what, self._ranks, self._held, state, refuse), "the state")
+        what, hint = f"{type(self).__name__}.load_state_dict()", "strict=False leaves these as they are"
+        return _unmatched(fill(what, self._ranks, self._held, state, self._refusal, strict, hint), "the state")
 
     def save(self, directory: str | Path) -> None:
         """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads
@@ -266,10 +258,10 @@ class EMAManager(Managed):
         if self._averages.swap.follow_moves() and _places(view) == _places(view_now):
             self._model = model
             return
-        missing = self._shadow.keys() - {local.name for local in view_now.parameters}
-        if missing:
-            lost = f"'{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged"
-            raise invalid(f"the model has no {lost}; make a new manager of it", KeyError)
+        left = {local.name: None for local in view_now.parameters if local.name in self._shadow}
+        compare(dict.fromkeys(self._shadow), left).refuse(
+            "update()", "the model", KeyError, done="nothing was averaged", hint="Make a new manager of it"
+        )
         asked = {**self._averages.arguments, "params": functools.partial(_is_in, frozenset(self._shadow))}
         new = EMA(model, self.decay, group=self._group, **asked)
         load_averages(model_averages(new), self._averages.averages())
@@ -348,6 +340,7 @@ class ShardedModelEMAManager(Managed):
         self.decay = checked_decay(decay)
         self.ema_model, self._train_model = ema_model, train_model
         self._twin = TrainedCopy(keeps=True)
+        self._names = self._twin.names
         self._ranks = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
         self._ranks.agree("ShardedModelEMAManager(...)", self._prepare)
 
@@ -393,10 +386,6 @@ class ShardedModelEMAManager(Managed):
             "parameters": len(self),
             "held_nonfinite": self._twin.held(),
         }
-
-    @property
-    def _names(self) -> Mapping[str, object]:  # type: ignore[override]
-        return self._twin.names
 
     def _live(self) -> dict[str, torch.Tensor]:
         view = find(self.ema_model)

@@ -165,7 +165,8 @@ class TrainedCopy(AveragedCopy):
         self._parameters = [*self._theirs.model.parameters()]
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         averaged = [row for row in rows if row.fate == "average"]
-        self.names = dict.fromkeys(row.name for row in averaged)
+        self.names.clear()
+        self.names.update((row.name, None) for row in averaged)
         way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
         self._warned = self._warned or warn_of_rounding((row.average for row in averaged), way_out)
         return rows

@@ -242,23 +242,26 @@ def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | 
 @torch.no_grad()
 def fill(
     what: str, ranks: RankGroup, look: Callable[[], Held], state: Mapping[str, Any],
-    refuse: Callable[[Fit[Form | None]], None],
+    names_error: type[Exception] = RuntimeError, strict: bool = True, hint: str = _state.HINT,
 ) -> Fit[Form | None]:  # fmt: skip
-    """Fills what ``look()`` finds here with a state's whole tensors, or the same parts. ``refuse()`` raises where the
-    comparison does not suit: on every rank, before anything changes. Collective."""
+    """Fills what ``look()`` finds here with a state's whole tensors, or the same parts. Raises on every rank, before
+    anything changes, where a tensor differs or, if ``strict``, a name: ValueError, also a ``names_error``, else a
+    RuntimeError. Collective."""
 
     def check() -> tuple[Held, list[_state.Copy], Fit[Form | None]]:
         held = look()
-        found = fit(held, state, "the state")
-        copies = _state.copies_of(held.parts, state, found)
-        refuse(found)
-        return held, copies, found
+        compared = fit(held, state, "the state")
+        copies = _state.copies_of(held.parts, state, compared)
+        wrong = compared if strict else compared.only_different()
+        also = names_error if wrong.missing or wrong.unexpected else RuntimeError
+        wrong.refuse(what, "the state", also, hint=hint)
+        return held, copies, compared
 
-    held, copies, found = ranks.agree(what, check)
+    held, copies, compared = ranks.agree(what, check)
     for fill_part in copies:
         fill_part()
     held.put_back()
-    return found
+    return compared
 
 
 @torch.no_grad()
@@ -279,10 +282,7 @@ def load_averages(
         held.others = [name for local in others for name in (local.name, *local.aliases)]
         return held
 
-    def refuse(found: Fit[Any]) -> None:
-        (found if strict else found.only_different()).refuse(what, "the state", RuntimeError, hint=_state.HINT)
-
-    return fill(what, core.ranks, look, state, refuse)
+    return fill(what, core.ranks, look, state, strict=strict)
 
 
 Follower = AveragedCopy | AveragesOfProxy
@@ -331,7 +331,8 @@ class Averaged(nn.Module):
         """As in torch. Of sharded averages: pieces as from state_dict(), or whole tensors, under the names of any
         wrapping; everything is checked on every rank first. Collective then."""
         if not isinstance(self.module, SwappedModelProxy):
-            refuse_unfit(self.state_dict(), state_dict, strict)
+            shapes = compare(_shapes(self.state_dict()), _shapes(state_dict))
+            (shapes if strict else shapes.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
             return super().load_state_dict(state_dict, strict, assign)
         own = [
             Part(name, buffer.view(-1), _core.Region.whole(list(buffer.shape)))
@@ -341,29 +342,25 @@ class Averaged(nn.Module):
         return _IncompatibleKeys(compared.missing, compared.unexpected)
 
 
-def refuse_unfit(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
-    """Raises RuntimeError where torch would, but before anything changes."""
-    fit = compare(_shapes(own), _shapes(state))
-    (fit if strict else fit.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
-
-
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     return {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in state.items()}
 
 
-def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
-    """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and
-    there. Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name
-    is missing or unknown; where no name fits, always. Collective where ranks share the module, which then may be
-    sharded. ``what`` is for messages."""
+def load(what: str, module: nn.Module, find: Callable[[], Mapping[str, Any]], strict: bool) -> None:
+    """Loads the state that ``find()`` returns, whole tensors, or a stand-in's pieces, into any module, by names without
+    what wrappers put into them, here and there. Raises RuntimeError and ValueError, before anything changes, where a
+    shape differs or, if ``strict``, a name is missing or unknown; where no name fits, always. Collective where ranks
+    share the module, which then may be sharded. ``what`` is for messages."""
     own = {clean_file_key(name) for name in module.state_dict()}
 
-    def check() -> None:
+    def check() -> Mapping[str, Any]:
+        state = find()
         if own and own.isdisjoint(map(clean_file_key, state)):
             some = f"there '{next(iter(state), '')}', here '{min(own)}'"
             raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
+        return state
 
-    ranks_of(module).agree(what, check)
+    state = ranks_of(module).agree(what, check)
     try:
         if isinstance(module, SwappedModelProxy):
             load_averages(module.core, state, strict, what)

@@ -104,20 +104,16 @@ class EMA_FSDP:
             raise invalid(str(error), KeyError) from None
 
     def _refuse_other(self, module: Any) -> None:
+        """Raises for another model. A copy, or what comes out of a pickle, has a copy of the model; the first module
+        that it is given takes its place."""
         model = self._model if module is self._model else model_and_root(module)[0]
         if self._is_copy and model is not self._model:
-            self._follow(model)
+            made = EMA(model, self._averages.engine.schedules, **self._averages.arguments)
+            made.load_state_dict(self.ema.state_dict())
+            self.ema, self._model, self._is_copy = made, model, False
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
             way_out = "make an EMA_FSDP of it and load this one's state_dict()"
             raise invalid(f"update(): this is not the module that the averages are of; {way_out}", KeyError)
-
-    def _follow(self, model: nn.Module) -> None:
-        """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its
-        place.
-        """
-        made = EMA(model, self._averages.engine.schedules, **self._averages.arguments)
-        made.load_state_dict(self.ema.state_dict())
-        self.ema, self._model, self._is_copy = made, model, False
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardow.averages.options import Rule
 from shardow.compat._impl.given_memory import AveragedTensor, Choose, Fate, GivenMemory, Kind, Tensors, warn_of_rounding
-from shardow.model.match import Fit, compare
+from shardow.model.match import compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
 
@@ -84,7 +84,9 @@ class AveragedCopy:
         weights.reshard()
         buffers = self._chosen_buffers(module)
         theirs = {slot.name: slot for slot in slots(weights.model, "buffer", "table") if slot.name in buffers}
-        _refuse(compare(_forms(ours, buffers), _forms(weights, theirs)))
+        fit = compare(_forms(ours, buffers), _forms(weights, theirs))
+        also = _MissingError if fit.missing or fit.unexpected else RuntimeError
+        fit.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
         known = {local.name: local for local in weights.parameters}
         pairs = [(local, known[local.name]) for local in ours.parameters]
         rows = [
@@ -132,12 +134,6 @@ def _unwrapped(model: nn.Module, ours: ModelView) -> ModelView:
     if isinstance(inner, nn.Module) and names and names.isdisjoint(local.name for local in weights.parameters):
         return _unwrapped(inner, ours)
     return weights
-
-
-def _refuse(fit: Fit[Any]) -> None:
-    """Raises RuntimeError, a KeyError too for a name that one of them lacks, where a model is not as its average."""
-    also = _MissingError if fit.missing or fit.unexpected else RuntimeError
-    fit.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
 
 
 class TrainedCopy(AveragedCopy):

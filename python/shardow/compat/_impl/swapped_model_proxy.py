@@ -132,7 +132,10 @@ def proxy_for(
         wanted = "shared averages are of real numbers: keep it as two of them (torch.view_as_real)"
         raise unsupported(f"'{numbers[0].name}' is {numbers[0].tensor.dtype}; {wanted}")
     weights = [local.tensor.dtype for local in averaged if local.tensor.is_floating_point()]
-    chosen = _dtype_of(weights, dtype, stochastic)
+    chosen = dtype or (torch.float64 if torch.float64 in weights else torch.float32)
+    narrow = weights[0] if dtype is None and len(set(weights)) == 1 else dtype
+    if narrow in NARROW:
+        chosen = narrow if stochastic else torch.float32
     ema = EMA(
         model, dtype=chosen, device=device, replicas=replicas, params=_is_real, buffers="average",
         stochastic=chosen in NARROW, seed=seed,
@@ -143,13 +146,6 @@ def proxy_for(
 
 def _is_real(name: str, parameter: torch.Tensor) -> bool:
     return parameter.is_floating_point()
-
-
-def _dtype_of(weights: list[torch.dtype], wanted: torch.dtype | None, stochastic: bool) -> torch.dtype:
-    narrow = wanted if wanted is not None else weights[0] if len(set(weights)) == 1 else None
-    if narrow in NARROW:
-        return narrow if stochastic else torch.float32
-    return wanted or (torch.float64 if torch.float64 in weights else torch.float32)
 
 
 class AveragesOfProxy:

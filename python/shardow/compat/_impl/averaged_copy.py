@@ -142,11 +142,11 @@ class TrainedCopy(AveragedCopy):
 
     def __init__(self, keeps: bool) -> None:
         super().__init__("mul_add", self._fate)
-        self._keeps, self._warned = keeps, False
+        self._keeps = keeps
         self.names: dict[str, None] = {}  # of what is averaged, in the model's order
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_keeps": self._keeps, "_warned": self._warned, "names": self.names}
+        return {**super().__getstate__(), "_keeps": self._keeps, "names": self.names}
 
     def _unchanged(self) -> bool:
         return [parameter.requires_grad for parameter in self._parameters] == self._flags and super()._unchanged()
@@ -161,8 +161,9 @@ class TrainedCopy(AveragedCopy):
         self._parameters = [*self._theirs.model.parameters()]
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         averaged = [row for row in rows if row.fate == "average"]
+        if not self.names:
+            once = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
+            warn_of_rounding((row.average for row in averaged), once)
         self.names.clear()
         self.names.update((row.name, None) for row in averaged)
-        way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
-        self._warned = self._warned or warn_of_rounding((row.average for row in averaged), way_out)
         return rows

@@ -167,17 +167,12 @@ def copy_all(targets: Tensors, values: Tensors) -> None:
         torch._foreach_copy_(targets, values)
 
 
-def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> bool:
-    """Warns that 16-bit averages, rounded to nearest, stand still where weights move little. Returns whether there are
-    any.
-    """
-    narrow = next(
-        (tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None
-    )
-    if narrow is not None:
+def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> None:
+    """Warns that 16-bit averages, rounded to nearest, stand still where weights move little."""
+    narrow = (tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4)
+    if dtype := next(narrow, None):
         lost = "as in the library that this stands for: with a decay near 1 most increments are lost"
-        warn(f"averages in {narrow} are rounded to nearest, {lost}. {way_out}", RuntimeWarning)
-    return narrow is not None
+        warn(f"averages in {dtype} are rounded to nearest, {lost}. {way_out}", RuntimeWarning)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor | None:

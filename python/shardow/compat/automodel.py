@@ -12,7 +12,6 @@ import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -38,6 +37,7 @@ from shardow.files.checkpoint import save as save_file
 from shardow.model.dtensor import sharded_like
 from shardow.model.dtypes import floating
 from shardow.model.groups import group_of_model
+from shardow.model.local import LocalTensor
 from shardow.model.match import Fit, Form, compare, fit
 from shardow.model.names import clean_file_key
 from shardow.model.parts import Held, Saveable, held_by
@@ -68,10 +68,7 @@ class Managed(ABC):
     updates = 0
     _ranks: RankGroup
     _refusal: type[Exception]  # what the origin raises for names that don't match
-
-    @abstractmethod
-    def _names(self) -> Mapping[str, object]:
-        """Of what is averaged."""
+    _names: Mapping[str, object]  # of what is averaged
 
     @abstractmethod
     def _live(self) -> dict[str, torch.Tensor]:
@@ -94,11 +91,10 @@ class Managed(ABC):
         return self._held()
 
     def __len__(self) -> int:
-        return len(self._names())
+        return len(self._names)
 
     def __contains__(self, name: str) -> bool:
-        names = self._names()
-        return name in names or clean_file_key(name) in names
+        return not {name, clean_file_key(name)}.isdisjoint(self._names)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Unmatched:
@@ -113,15 +109,8 @@ class Managed(ABC):
             ValueErrors.
         """
 
-        what = f"{type(self).__name__}.load_state_dict()"
-
-        def refuse(fit: Fit[Form | None]) -> None:
-            if strict:
-                names = replace(fit, different=[], elsewhere=[])
-                names.refuse(what, "the state", self._refusal, hint="strict=False leaves these as they are")
-            fit.only_different().refuse(what, "the state", RuntimeError)
-
-        return _unmatched(fill(what, self._ranks, self._held, state, refuse), "the state")
+        what, hint = f"{type(self).__name__}.load_state_dict()", "strict=False leaves these as they are"
+        return _unmatched(fill(what, self._ranks, self._held, state, self._refusal, strict, hint), "the state")
 
     def save(self, directory: str | Path) -> None:
         """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads
@@ -238,18 +227,17 @@ class EMAManager(Managed):
         own = trained.pop() if dtype or trained == {torch.float64} else torch.float32
         options: dict[str, Any] = {"rule": "mul_add", "stochastic": False, "replicas": replicas, "group": group}
         ema = EMA(model, self.decay, dtype=own, **options)
-        is_shared = model_averages(ema).ranks.process_group is not None
-        self._everybody = all_ranks() if is_shared else joined("EMAManager", {"decay": self.decay})
+        if model_averages(ema).ranks.process_group is None:
+            self._ranks = joined("EMAManager", {"decay": self.decay})
         self._bind(model, ema)
 
     def _bind(self, model: nn.Module, ema: EMA) -> None:
         self._model, self._ema, self._averages = model, ema, model_averages(ema)
-        own = self._averages.ranks
-        self._ranks = self._everybody if own.process_group is None else own
-        weights = weights_of(self._averages.view)
-        self._shadow: dict[str, torch.Tensor] = {
-            part.name: look(weights.get(part.name), part.flat, part.region) for part in self._averages.parts()
-        }
+        if self._averages.ranks.process_group is not None:
+            self._ranks = self._averages.ranks
+        rows = self._averages.tracked
+        self._shadow = {row.name: look(row.local, row.averages[0], row.region) for row in rows}
+        self._names = self._shadow
         self._frozen = self._averages.view.frozen()
 
     @torch.no_grad()
@@ -270,10 +258,10 @@ class EMAManager(Managed):
         if self._averages.swap.follow_moves() and _places(view) == _places(view_now):
             self._model = model
             return
-        missing = self._shadow.keys() - {local.name for local in view_now.parameters}
-        if missing:
-            lost = f"'{min(missing)}' any more, nor {len(missing) - 1} more of what is averaged"
-            raise invalid(f"the model has no {lost}; make a new manager of it", KeyError)
+        left = {local.name: None for local in view_now.parameters if local.name in self._shadow}
+        compare(dict.fromkeys(self._shadow), left).refuse(
+            "update()", "the model", KeyError, done="nothing was averaged", hint="Make a new manager of it"
+        )
         asked = {**self._averages.arguments, "params": functools.partial(_is_in, frozenset(self._shadow))}
         new = EMA(model, self.decay, group=self._group, **asked)
         load_averages(model_averages(new), self._averages.averages())
@@ -285,7 +273,7 @@ class EMAManager(Managed):
         return {name: getattr(self, name) for name in ("decay", "updates", "_group", "_model", "_ema")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _everybody=all_ranks())
+        self.__dict__.update(state, _ranks=all_ranks())
         self._bind(self._model, self._ema)
 
     def _refuse_new(self, trained: Iterable[str]) -> None:
@@ -308,9 +296,6 @@ class EMAManager(Managed):
     def stats(self) -> dict[str, float]:
         """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what EMA.stats() adds."""
         return {**self._ema.stats(), "decay": self.decay, "updates": self.updates}
-
-    def _names(self) -> Mapping[str, object]:
-        return self._shadow
 
     def _live(self) -> dict[str, torch.Tensor]:
         self._averages.swap.refuse("state_dict()")
@@ -355,19 +340,11 @@ class ShardedModelEMAManager(Managed):
         self.decay = checked_decay(decay)
         self.ema_model, self._train_model = ema_model, train_model
         self._twin = TrainedCopy(keeps=True)
+        self._names = self._twin.names
         self._ranks = joined("ShardedModelEMAManager", {"decay": self.decay}, group_of_model(train_model, None))
         self._ranks.agree("ShardedModelEMAManager(...)", self._prepare)
 
     def _prepare(self) -> None:
-        shapes = {local.name: tuple(local.region.shape) for local in find(self.ema_model).parameters}
-        trained = {
-            local.name: tuple(local.region.shape) for local in find(self._train_model).parameters if local.requires_grad
-        }
-        compared = compare(trained, {name: shape for name, shape in shapes.items() if name in trained})
-        compared.refuse(  # with the origin's exceptions
-            "ShardedModelEMAManager", "the EMA model", KeyError if compared.missing else None,
-            here="in the train model", done="no averages were made",
-        )  # fmt: skip
         self.ema_model.eval()
         for parameter in self.ema_model.parameters():
             parameter.requires_grad_(False)
@@ -395,12 +372,11 @@ class ShardedModelEMAManager(Managed):
         """
         return self._live()
 
-    @contextlib.contextmanager
-    def swapped(self) -> Iterator[nn.Module]:
+    def swapped(self) -> contextlib.AbstractContextManager[nn.Module]:
         """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
         share it.
         """
-        yield self.ema_model
+        return contextlib.nullcontext(self.ema_model)
 
     def stats(self) -> dict[str, float]:
         """Numbers for a logger: decay, updates, parameters, held_nonfinite."""
@@ -411,16 +387,13 @@ class ShardedModelEMAManager(Managed):
             "held_nonfinite": self._twin.held(),
         }
 
-    def _names(self) -> Mapping[str, object]:
-        return self._twin.names
-
     def _live(self) -> dict[str, torch.Tensor]:
         view = find(self.ema_model)
         view.reshard()
-        weights, state = weights_of(view), {}
+        state: dict[str, torch.Tensor] = {}
         for local in [*view.parameters, *view.buffers]:
-            tensor = look(weights.get(local.name), local.tensor, local.region)
-            state.update(dict.fromkeys((local.name, *local.aliases), tensor))
+            shown = look(local, local.tensor, local.region)
+            state.update(dict.fromkeys((local.name, *local.aliases), shown))
         return state
 
     def _held(self) -> Held:
@@ -518,14 +491,10 @@ def _unmatched(fit: Fit[Form | None], where: str) -> Unmatched:
     return Unmatched(fit.missing, fit.unexpected)
 
 
-def weights_of(view: ModelView) -> dict[str, torch.Tensor]:
-    """The modules' own parameters and buffers, by the names of view.parameters and view.buffers. FSDP1's have none."""
-    return {local.name: local.shown for local in [*view.parameters, *view.buffers] if local.hidden is None}
-
-
-def look(weight: torch.Tensor | None, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:
-    """``memory``: the elements of ``region``, in its order. The result shares it. ``weight``: what it is to look
-    like."""
+def look(local: LocalTensor, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:
+    """``memory``: the elements of ``region``, in its order. The result shares it, and looks like ``local`` where a
+    module shows that."""
+    weight = local.shown if local.hidden is None else None
     if isinstance(weight, DTensor) and weight._local_tensor.numel() == region.size and _torch_says(weight, region):
         return sharded_like(weight, memory.view(weight._local_tensor.shape))
     if region == _core.Region.whole(list(region.shape)):

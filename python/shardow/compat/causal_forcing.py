@@ -104,20 +104,16 @@ class EMA_FSDP:
             raise invalid(str(error), KeyError) from None
 
     def _refuse_other(self, module: Any) -> None:
+        """Raises for another model. A copy, or what comes out of a pickle, has a copy of the model; the first module
+        that it is given takes its place."""
         model = self._model if module is self._model else model_and_root(module)[0]
         if self._is_copy and model is not self._model:
-            self._follow(model)
+            made = EMA(model, self._averages.engine.schedules, **self._averages.arguments)
+            made.load_state_dict(self.ema.state_dict())
+            self.ema, self._model, self._is_copy = made, model, False
         if model is not self._model and [*map(id, model.parameters())] != [*map(id, self._model.parameters())]:
             way_out = "make an EMA_FSDP of it and load this one's state_dict()"
             raise invalid(f"update(): this is not the module that the averages are of; {way_out}", KeyError)
-
-    def _follow(self, model: nn.Module) -> None:
-        """A copy, or what comes out of a pickle, has a copy of the model; the first module that it is given takes its
-        place.
-        """
-        made = EMA(model, self._averages.engine.schedules, **self._averages.arguments)
-        made.load_state_dict(self.ema.state_dict())
-        self.ema, self._model, self._is_copy = made, model, False
 
     def __getstate__(self) -> dict[str, Any]:
         """With a copy of the model. Raises NotImplementedError where ranks share it."""
@@ -134,7 +130,7 @@ class EMA_FSDP:
     def load_state_dict(self, sd: Mapping[str, torch.Tensor]) -> None:
         """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises
         ValueError, on every rank, with everything that does not fit, before anything changes."""
-        load_averages(self._averages, sd, others=self._averages.view.buffers)
+        load_averages(self._averages, sd)
 
     def full_state_dict(self, fsdp_module: Any = None, key_style: str = "wrapped") -> dict[str, torch.Tensor]:
         """Whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out of it;

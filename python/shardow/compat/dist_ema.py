@@ -250,7 +250,7 @@ class DistEMA:
             return held
 
         what = "load_state_dict()"
-        fill(what, self._ranks, look, weights, lambda fit: fit.refuse(what, "the state", KeyError))
+        fill(what, self._ranks, look, weights, KeyError, hint="")
         self.decay_steps = steps
 
     def _needs_all(self, what: str) -> None:

@@ -18,7 +18,7 @@ from shardow.averages import copies
 from shardow.averages.options import Replicas
 from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl.averaged_copy import AveragedCopy, everything
-from shardow.compat._impl.given_memory import Choose, Fate, Kind, warn_of_rounding
+from shardow.compat._impl.given_memory import Fate, GivenMemory, Kind, warn_of_rounding
 from shardow.compat._impl.swapped_model_proxy import (
     AveragesOfProxy,
     Follower,
@@ -26,7 +26,6 @@ from shardow.compat._impl.swapped_model_proxy import (
     proxy_for,
     whole_averages,
 )
-from shardow.files.checkpoint import full_state_dict
 from shardow.model.modules import modes_kept
 from shardow.model.names import called
 
@@ -87,8 +86,8 @@ class EMA(nn.Module):
         self.forward_method_names = forward_method_names
         self.move_ema_to_online_device = move_ema_to_online_device
         self._replicas = replicas
-        self._made_for: Any = None
-        self._followers: list[Follower] = []
+        #: By whether it goes back: the models and names that it was made for, and what brings one to the other.
+        self._followers: dict[bool, tuple[Any, Follower]] = {}
         self.ema_model: Any = None
         if not lazy_init_ema:
             self.init_ema(ema_model if isinstance(ema_model, nn.Module) or ema_model is None else ema_model())
@@ -202,12 +201,7 @@ class EMA(nn.Module):
         if self.move_ema_to_online_device and _device(ma_model) != _device(current_model):
             ma_model.to(_device(current_model))
         decay = self.get_current_decay() if current_decay is None else current_decay
-        if {ma_model, current_model} == {self.ema_model, self.model}:
-            follower = self._follower(back=ma_model is self.model)
-        else:
-            _warn_of_rounding(ma_model)
-            follower = _following(ma_model, current_model, partial(self._fate, called(self.model)))
-        follower.bind(ma_model, current_model).update(decay, 1.0 - decay)
+        self._bound(ma_model, current_model).update(decay, 1.0 - decay)
 
     def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
         """For a subclass that has its own update_moving_average(); on whichever devices they are."""
@@ -218,10 +212,10 @@ class EMA(nn.Module):
         tgt.lerp_(src.to(tgt.device), weight)
 
     def copy_params_from_model_to_ema(self) -> None:
-        self._follower(back=False).bind(self.ema_model, self.model).copy()
+        self._bound(self.ema_model, self.model).copy()
 
     def copy_params_from_ema_to_model(self) -> None:
-        self._follower(back=True).bind(self.model, self.ema_model).copy()
+        self._bound(self.model, self.ema_model).copy()
 
     def update_model_with_ema(self, decay: float | None = None) -> None:
         """From hare to tortoise (arXiv:2406.02596): the model goes on from its averages, keeping ``decay`` of its
@@ -233,23 +227,28 @@ class EMA(nn.Module):
         else:
             self.update_moving_average(self.model, self.ema_model, decay)
 
-    def _follower(self, back: bool) -> Follower:
-        """Of the averages, or on the way ``back`` of the model. Made anew where models or names changed."""
-        rules = (set(self.ignore_names), set(self.ignore_startswith_names), set(self.param_or_buffer_names_no_ema))
-        made_for = (self.ema_model, self.model, rules)
-        if self._made_for != made_for:
-            _warn_of_rounding(self.ema_model)
-            choose = partial(self._fate, called(self.model))
-            self._followers = [
-                _following(self.ema_model, self.model, choose),
-                _following(self.model, self.ema_model, _of_floating(choose)),
-            ]
-            self._made_for = made_for
-        return self._followers[back]
+    def _bound(self, module: nn.Module, model: nn.Module) -> GivenMemory | AveragesOfProxy:
+        """Returns what brings the tensors of ``module`` to those of ``model``, made anew for other models and
+        names."""
+        back, names = module is self.model, (self.ignore_names, self.ignore_startswith_names)
+        made_for = (module, model, *map(frozenset, (*names, self.param_or_buffer_names_no_ema)))
+        if back not in self._followers or self._followers[back][0] != made_for:
+            choose = partial(self._fate, called(self.model), back)
+            of_proxy = _WayBack if isinstance(model, SwappedModelProxy) else AveragesOfProxy
+            shared = isinstance(module, SwappedModelProxy) or of_proxy is _WayBack
+            if not (shared or back):
+                warn_of_rounding(module.parameters(), "Give ema_model= a copy in float32")
+            self._followers[back] = made_for, of_proxy(choose) if shared else AveragedCopy("lerp", choose)
+        return self._followers[back][1].bind(module, model)
 
-    def _fate(self, with_wrappers: Callable[[str], str], name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
-        """By the name, or by what it is with the names of wrappers."""
+    def _fate(
+        self, with_wrappers: Callable[[str], str], back: bool, name: str, tensor: torch.Tensor, kind: Kind
+    ) -> Fate:
+        """By the name, or by what it is with the names of wrappers. What is not floating follows the model, and is
+        never given ``back``."""
         names = {name, with_wrappers(name)}
+        if back and not (tensor.is_floating_point() or tensor.is_complex()):
+            return "leave"
         if names & self.ignore_names or any(one.startswith(tuple(self.ignore_startswith_names)) for one in names):
             return "hold"
         return "copy" if names & self.param_or_buffer_names_no_ema else "average"
@@ -260,13 +259,7 @@ class EMA(nn.Module):
         """state_dict() in fresh CPU tensors, whole also of sharded averages: then collective, on rank 0, clean names,
         {} elsewhere.
         """
-        if not isinstance(self.ema_model, SwappedModelProxy):
-            return whole_averages(self)
-        parts = {"ema_model": whole_averages(self.ema_model)}
-        if self.include_online_model:
-            parts["online_model"] = full_state_dict(self.model)
-        full = {f"{prefix}.{name}": tensor for prefix, state in parts.items() for name, tensor in state.items()}
-        return {**full, "initted": self.initted.cpu().clone(), "step": self.step.cpu().clone()} if full else {}
+        return whole_averages(self)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         if self.ema_model is None and any(key.startswith(f"{prefix}ema_model.") for key in state_dict):
@@ -277,7 +270,7 @@ class EMA(nn.Module):
         """Copies pair their models anew."""
         if isinstance(self.ema_model, SwappedModelProxy):
             raise unsupported("averages of a sharded model are kept with it, and cannot be copied; save state_dict()")
-        return {**self.__dict__, "_made_for": None, "_followers": []}
+        return {**self.__dict__, "_followers": {}}
 
 
 class _WayBack(AveragesOfProxy):
@@ -303,27 +296,6 @@ class _WayBack(AveragesOfProxy):
     def copy(self) -> None:
         """All weights become their averages, whatever their fate."""
         copies.feed_back(self._averages, None)
-
-
-def _following(module: nn.Module, model: nn.Module, choose: Choose) -> Follower:
-    """Keeps ``module`` at the averages of ``model``, one of which may be a proxy of the other."""
-    if isinstance(module, SwappedModelProxy):
-        return AveragesOfProxy(choose)
-    return _WayBack(choose) if isinstance(model, SwappedModelProxy) else AveragedCopy("lerp", choose)
-
-
-def _warn_of_rounding(module: nn.Module) -> None:
-    if not isinstance(module, SwappedModelProxy):
-        warn_of_rounding(module.parameters(), "Give ema_model= a copy in float32")
-
-
-def _of_floating(choose: Choose) -> Choose:
-    """What is not floating follows the model, and is never given back."""
-
-    def back(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
-        return choose(name, tensor, kind) if tensor.is_floating_point() or tensor.is_complex() else "leave"
-
-    return back
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -18,7 +18,7 @@ from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl import files
 from shardow.compat._impl.averaged_copy import AveragedCopy, ChosenRule
 from shardow.compat._impl.given_memory import Fate, Kind
-from shardow.compat._impl.swapped_model_proxy import NARROW, Averaged, follow, load, ranks_of, whole_averages
+from shardow.compat._impl.swapped_model_proxy import NARROW, Averaged, follow, load, whole_averages
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
@@ -184,8 +184,7 @@ def load_ema_state_dict(module: nn.Module, checkpoint: str | Path | Mapping[str,
         KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; no name fits.
             Nothing has changed.
     """
-    found = ranks_of(module).agree("load_ema_state_dict()", lambda: _averages_in(checkpoint))
-    load(module, found, strict, "load_ema_state_dict()")
+    load("load_ema_state_dict()", module, lambda: _averages_in(checkpoint), strict)
 
 
 def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -273,7 +273,7 @@ class AccelerateStrategy(Strategy):
         if ddp_config is not None:
             handlers.append(DistributedDataParallelKwargs(**ddp_config))
         sizes = _sizes(device_mesh)
-        with unchanged_environment():
+        with environment_kept({}):
             self.fsdp_plugin = _plugin(sizes, mixed_precision, dict(fsdp_config or {}), memory_efficient_init)
             self.accelerator = Accelerator(
                 mixed_precision=mixed_precision,
@@ -360,8 +360,7 @@ def _plugin(sizes: Mapping[str, int], mixed_precision: str, config: dict[str, An
 # ---- helpers for a model that is sharded before it has weights
 
 _lock = threading.Lock()
-_inside = 0
-_outermost = contextlib.ExitStack()
+_before: list[dict[str, str]] = []  # the variables as each open block found them
 
 
 def _broadcast_sharded_state_dict(
@@ -390,36 +389,26 @@ def _restore_non_persistent_buffers(
         model.get_submodule(prefix).register_buffer(key, saved.to(device), persistent=False)
 
 
-@contextlib.contextmanager
-def fsdp_pretrained_load_context(enabled: bool) -> Iterator[None]:
+def fsdp_pretrained_load_context(enabled: bool) -> AbstractContextManager[None]:
     """transformers' from_pretrained() loads weights on rank 0 alone inside. It listens to variables of the environment,
-    which are the process's: they are restored when the last of several blocks, in whatever threads, has ended."""
-    global _inside
-    if not enabled:
-        yield
-        return
+    which are the process's."""
+    return environment_kept(dict.fromkeys(_VARIABLES, "true")) if enabled else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def environment_kept(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables. What the block and accelerate, which leaves its options there for transformers, make of them is
+    undone when the last of several blocks, in whatever threads, has ended: later from_pretrained() of a model that is
+    not wrapped would be without weights on all ranks but the first."""
     with _lock:
-        if _inside == 0:
-            _outermost.enter_context(unchanged_environment())
-            os.environ.update(dict.fromkeys(_VARIABLES, "true"))
-        _inside += 1
+        _before.append({name: os.environ[name] for name in _VARIABLES if name in os.environ})
+        os.environ.update(variables)
     try:
         yield
     finally:
         with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _outermost.close()
-
-
-@contextlib.contextmanager
-def unchanged_environment() -> Iterator[None]:
-    """accelerate leaves its options in the environment, for transformers: every later from_pretrained() of a model that
-    is not wrapped would be without weights on all ranks but the first."""
-    before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    try:
-        yield
-    finally:
-        for name in _VARIABLES:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+            before = _before.pop()
+            if not _before:  # it was the first block's
+                for name in _VARIABLES:
+                    os.environ.pop(name, None)
+                os.environ.update(before)

@@ -245,8 +245,8 @@ def _forms(job: Job, state: State) -> tuple[dict[str, Form], dict[str, Any]]:
         if name in extra:
             continue
         tensor = state[name]
-        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "device_mesh"):
-            raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; give names with full tensors")
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__create_chunk_list__"):
+            raise invalid(f"the source's '{name}' is a {type(tensor).__name__}; give the tensors of full_state_dict()")
         if tensor.is_meta:
             raise invalid(f"the source's '{name}' is on meta, without values")
         forms[name] = Form(tuple(tensor.shape), tensor.dtype)

@@ -180,11 +180,11 @@ def test_misuse_raises_the_origins_exceptions(kind: str) -> None:
 
 
 def test_models_that_differ_raise_the_origins_exceptions() -> None:
-    with pytest.raises(KeyError, match=r"missing in the EMA model: 8\.weight"):
+    with pytest.raises(KeyError, match=r"unexpected in the model: 8\.weight"):
         ShardedModelEMAManager(models.make(), nn.Sequential(*models.make(), nn.Linear(4, 2)))
     wider = models.make()
     wider[6] = nn.Linear(1, 5)
-    with pytest.raises(ValueError, match=r"'6.weight' has shape \[4, 1\] in the EMA model and \[5, 1\] in the train"):
+    with pytest.raises(ValueError, match=r"'6.weight' has shape \[5, 1\] in the model and \[4, 1\] in its average"):
         ShardedModelEMAManager(models.make(), wider)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from shardow.averages.options import Rule
 from shardow.compat._impl.given_memory import AveragedTensor, Choose, Fate, GivenMemory, Kind, Tensors, warn_of_rounding
-from shardow.model.match import Fit, compare
+from shardow.model.match import compare
 from shardow.model.slots import Slot, slots
 from shardow.model.view import ModelView, find
 
@@ -76,46 +76,53 @@ class AveragedCopy:
             for slot, address in self._watched
         )
 
-    def _pair(self, module: nn.Module, model: nn.Module) -> None:
+    def _pair(self, module: nn.Module, model: nn.Module) -> list[AveragedTensor]:
+        """Returns what is averaged, copied or left alone."""
         ours = find(module)
         weights = _unwrapped(model, ours)
         ours.reshard()
         weights.reshard()
-        self._look(weights)
+        buffers = self._chosen_buffers(module)
+        theirs = {slot.name: slot for slot in slots(weights.model, "buffer", "table") if slot.name in buffers}
+        fit = compare(_forms(ours, buffers), _forms(weights, theirs))
+        also = _MissingError if fit.missing or fit.unexpected else RuntimeError
+        fit.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
         known = {local.name: local for local in weights.parameters}
-        regions = {name: local.region for name, local in known.items()}
-        _refuse(compare({local.name: local.region for local in ours.parameters}, regions))
-        self._watched: list[tuple[Slot, int]] = []  # places of buffers in both modules, and addresses
+        pairs = [(local, known[local.name]) for local in ours.parameters]
         rows = [
-            AveragedTensor(local.name, known[local.name].tensor, local.tensor, fate=fate)
-            for local in ours.parameters
-            if (fate := self._choose(local.name, known[local.name].tensor, "parameter")) != "leave"
+            AveragedTensor(
+                local.name, weight.tensor, local.tensor, fate=self._choose(local.name, weight.shown, "parameter")
+            )
+            for local, weight in pairs
         ]
-        rows += self._found_buffers(module, weights.model)
+        rows += [
+            AveragedTensor(
+                name, theirs[name].recorded, slot.recorded, fate=self._choose(name, slot.recorded, slot.kind)
+            )
+            for name, slot in buffers.items()
+        ]
         floating = [row for row in rows if row.average.is_floating_point() and row.fate == "average"]
         dtypes = [(row.source.dtype, row.average.dtype) for row in floating]
         rule = self._rule if isinstance(self._rule, str) else self._rule(dtypes)
         self._pairs = GivenMemory(rows, rule, **self._options)
         self._ours, self._theirs = ours, weights
+        #: Places of buffers in both modules, and their addresses.
+        self._watched = [(slot, slot.recorded.data_ptr()) for slot in (*buffers.values(), *theirs.values())]
+        return rows
 
-    def _look(self, weights: ModelView) -> None:
-        """Looks at the model before its tensors are chosen."""
-
-    def _found_buffers(self, module: nn.Module, model: nn.Module) -> Iterator[AveragedTensor]:
-        weights = {slot.name: slot for slot in slots(model, "buffer", "table")}
-        seen: set[int] = set()
+    def _chosen_buffers(self, module: nn.Module) -> dict[str, Slot]:
+        """Returns those that are not left alone by name, each tensor once."""
+        chosen: dict[int, Slot] = {}
         for slot in slots(module, "buffer", "table"):
-            buffer = slot.recorded
-            fate = "leave" if id(buffer) in seen else self._choose(slot.name, buffer, slot.kind)
-            if fate == "leave":
-                continue
-            seen.add(id(buffer))
-            other = weights.get(slot.name)
-            shapes = {} if other is None else {slot.name: tuple(other.recorded.shape)}
-            _refuse(compare({slot.name: tuple(buffer.shape)}, shapes))
-            assert other is not None  # what is missing was refused
-            self._watched += [(place, place.recorded.data_ptr()) for place in (other, slot)]
-            yield AveragedTensor(slot.name, other.recorded, buffer, fate=fate)
+            if self._choose(slot.name, slot.recorded, slot.kind) != "leave":
+                chosen.setdefault(id(slot.recorded), slot)
+        return {slot.name: slot for slot in chosen.values()}
+
+
+def _forms(view: ModelView, buffers: Mapping[str, Slot]) -> dict[str, Any]:
+    """Returns what two models must have alike: the regions of parameters, the shapes of buffers."""
+    shapes = {name: tuple(slot.recorded.shape) for name, slot in buffers.items()}
+    return {**{local.name: local.region for local in view.parameters}, **shapes}
 
 
 def _unwrapped(model: nn.Module, ours: ModelView) -> ModelView:
@@ -129,19 +136,9 @@ def _unwrapped(model: nn.Module, ours: ModelView) -> ModelView:
     return weights
 
 
-def _refuse(fit: Fit[Any]) -> None:
-    """Raises RuntimeError, a KeyError too for a missing name, where a model is not as its average."""
-    also = _MissingError if fit.missing else RuntimeError
-    fit.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
-
-
 class TrainedCopy(AveragedCopy):
     """Trained parameters are averaged, persistent buffers copied, the rest is left as it is. What is trained may change
     from update to update; ``keeps``: a parameter that was trained once is averaged for good."""
-
-    _parameters: list[nn.Parameter]
-    _flags: list[bool]
-    _warned = False
 
     def __init__(self, keeps: bool) -> None:
         super().__init__("mul_add", self._fate)
@@ -149,25 +146,24 @@ class TrainedCopy(AveragedCopy):
         self.names: dict[str, None] = {}  # of what is averaged, in the model's order
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_keeps": self._keeps, "_warned": self._warned, "names": self.names}
+        return {**super().__getstate__(), "_keeps": self._keeps, "names": self.names}
 
     def _unchanged(self) -> bool:
         return [parameter.requires_grad for parameter in self._parameters] == self._flags and super()._unchanged()
 
-    def _look(self, weights: ModelView) -> None:
-        self._parameters = list(weights.model.parameters())
-        self._flags = [parameter.requires_grad for parameter in self._parameters]
-        kept = self.names if self._keeps else ()
-        self._trained = {local.name: None for local in weights.parameters if local.requires_grad or local.name in kept}
-
     def _fate(self, name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
         if kind == "parameter":
-            return "average" if name in self._trained else "leave"
+            return "average" if tensor.requires_grad or (self._keeps and name in self.names) else "leave"
         return "copy" if kind == "buffer" else "leave"
 
-    def _pair(self, module: nn.Module, model: nn.Module) -> None:
-        super()._pair(module, model)
-        self.names = self._trained
-        averages = (local.tensor for local in self._ours.parameters if local.name in self.names)
-        way_out = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
-        self._warned = self._warned or warn_of_rounding(averages, way_out)
+    def _pair(self, module: nn.Module, model: nn.Module) -> list[AveragedTensor]:
+        rows = super()._pair(module, model)
+        self._parameters = [*self._theirs.model.parameters()]
+        self._flags = [parameter.requires_grad for parameter in self._parameters]
+        averaged = [row for row in rows if row.fate == "average"]
+        if not self.names:
+            once = "Build the averaged model in float32; the trained one may keep its dtype. This warning is given once"
+            warn_of_rounding((row.average for row in averaged), once)
+        self.names.clear()
+        self.names.update((row.name, None) for row in averaged)
+        return rows

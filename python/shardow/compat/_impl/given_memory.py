@@ -48,8 +48,8 @@ class GivenMemory:
     def __init__(self, rows: Iterable[AveragedTensor], rule: str, stochastic: bool = False, seed: int = 0) -> None:
         self._rule, self._stochastic, self._seed = rule, stochastic, seed
         self._warned = False
-        #: The sources in the order of ``rows``. A caller may take them away between calls, and bring them again where
-        #: they were: the engine reads addresses alone.
+        #: The sources in the order of ``rows``, without what is left alone. A caller may take them away between calls,
+        #: and bring them again where they were: the engine reads addresses alone.
         self.sources: Tensors = []
         self._averages: Tensors = []
         self._copied: list[int] = []  # places of rows
@@ -57,7 +57,7 @@ class GivenMemory:
         self._staged: dict[int, torch.Tensor] = {}  # copies of sources, which the engine reads
         self._others: dict[object, list[int]] = {}  # torch takes each list at once
         engine: dict[torch.dtype, list[AveragedTensor]] = {}
-        for at, entry in enumerate(rows):
+        for at, entry in enumerate(row for row in rows if row.fate != "leave"):
             row = replace(entry, source=_memory(entry.source), average=_memory(entry.average))
             source, average = row.source, row.average
             self.sources.append(source)
@@ -167,17 +167,12 @@ def copy_all(targets: Tensors, values: Tensors) -> None:
         torch._foreach_copy_(targets, values)
 
 
-def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> bool:
-    """Warns that 16-bit averages, rounded to nearest, stand still where weights move little. Returns whether there are
-    any.
-    """
-    narrow = next(
-        (tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4), None
-    )
-    if narrow is not None:
+def warn_of_rounding(averages: Iterable[torch.Tensor], way_out: str) -> None:
+    """Warns that 16-bit averages, rounded to nearest, stand still where weights move little."""
+    narrow = (tensor.dtype for tensor in averages if tensor.is_floating_point() and tensor.dtype.itemsize < 4)
+    if dtype := next(narrow, None):
         lost = "as in the library that this stands for: with a decay near 1 most increments are lost"
-        warn(f"averages in {narrow} are rounded to nearest, {lost}. {way_out}", RuntimeWarning)
-    return narrow is not None
+        warn(f"averages in {dtype} are rounded to nearest, {lost}. {way_out}", RuntimeWarning)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor | None:

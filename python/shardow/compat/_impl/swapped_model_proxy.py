@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from shardow import errors
+from shardow import _core, errors
 from shardow.averages import state as _state
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
@@ -24,16 +24,16 @@ from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid, one_of, unsupported
 from shardow.compat._impl.averaged_copy import AveragedCopy, Change, ChosenRule, everything_saved
 from shardow.compat._impl.given_memory import Choose, Fate, Kind, copy_all, warn_of_rounding
+from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.ema import EMA, model_averages
+from shardow.files.checkpoint import full_state_dict
 from shardow.model.groups import group_of_model
-from shardow.model.local import LocalTensor
 from shardow.model.match import Fit, Form, compare, fit
 from shardow.model.modules import modes_kept
 from shardow.model.names import clean_file_key, refuse_scripted
 from shardow.model.owners import has_fsdp
 from shardow.model.parts import Held
-from shardow.model.piece import Piece
 from shardow.model.view import find
 from shardow.start.materialize import Request
 
@@ -79,10 +79,9 @@ class SwappedModelProxy(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         _, _, missing, unexpected, _ = args  # as torch passes them
         values = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
-        names = self.core.averages()
-        missing += [prefix + name for name in names if name not in values]
-        unexpected += [prefix + name for name in values if name not in self._entries()]
-        load_averages(self.core, {name: value for name, value in values.items() if name in names}, strict=False)
+        compared = load_averages(self.core, values, strict=False)
+        missing += [prefix + name for name in compared.missing]
+        unexpected += [prefix + name for name in compared.unexpected]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -98,10 +97,19 @@ class SwappedModelProxy(nn.Module):
 
 
 def whole_averages(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state_dict() of a module in fresh CPU tensors; of a stand-in on rank 0, {} elsewhere. Collective then."""
+    """The state_dict() of a module in fresh CPU tensors. Of a stand-in, or a module that has one beside models and its
+    own buffers, on rank 0, whole and under clean names, {} elsewhere. Collective then."""
     if isinstance(module, SwappedModelProxy):
         return module.ema.full_state_dict(complete=True)
-    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+    children = dict(module.named_children())
+    if not any(isinstance(child, SwappedModelProxy) for child in children.values()):
+        return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+    own = {name: buffer.cpu().clone() for name, buffer in module.named_buffers(recurse=False)}
+    each = {
+        key: (whole_averages if isinstance(m, SwappedModelProxy) else full_state_dict)(m) for key, m in children.items()
+    }
+    full = {f"{key}.{name}": tensor for key, state in each.items() for name, tensor in state.items()}
+    return {**own, **full} if full else {}
 
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -118,9 +126,16 @@ def proxy_for(
     if one_of("replicas", replicas, ("copy", "split")) != "split" and not has_fsdp(model):
         return None
     view = find(model, odd=True)
-    weights = [local.tensor.dtype for local in view.parameters if _is_averaged(choose, local, "parameter")]
-    weights += [local.tensor.dtype for local in view.buffers if _is_averaged(choose, local, "buffer")]
-    chosen = _dtype_of(weights, dtype, stochastic)
+    averaged = [local for local in view.parameters if choose(local.name, local.tensor, "parameter") == "average"]
+    averaged += [local for local in view.buffers if choose(local.name, local.tensor, "buffer") == "average"]
+    if numbers := [local for local in averaged if local.tensor.is_complex()]:
+        wanted = "shared averages are of real numbers: keep it as two of them (torch.view_as_real)"
+        raise unsupported(f"'{numbers[0].name}' is {numbers[0].tensor.dtype}; {wanted}")
+    weights = [local.tensor.dtype for local in averaged if local.tensor.is_floating_point()]
+    chosen = dtype or (torch.float64 if torch.float64 in weights else torch.float32)
+    narrow = weights[0] if dtype is None and len(set(weights)) == 1 else dtype
+    if narrow in NARROW:
+        chosen = narrow if stochastic else torch.float32
     ema = EMA(
         model, dtype=chosen, device=device, replicas=replicas, params=_is_real, buffers="average",
         stochastic=chosen in NARROW, seed=seed,
@@ -129,23 +144,8 @@ def proxy_for(
     return SwappedModelProxy(ema, model)
 
 
-def _is_averaged(choose: Choose, local: LocalTensor, kind: Kind) -> bool:
-    chosen = choose(local.name, local.tensor, kind) == "average"
-    if chosen and local.tensor.is_complex():
-        way_out = "keep it as two of them (torch.view_as_real)"
-        raise unsupported(f"'{local.name}' is {local.tensor.dtype}; shared averages are of real numbers: {way_out}")
-    return chosen and _is_real("", local.tensor)
-
-
 def _is_real(name: str, parameter: torch.Tensor) -> bool:
     return parameter.is_floating_point()
-
-
-def _dtype_of(weights: list[torch.dtype], wanted: torch.dtype | None, stochastic: bool) -> torch.dtype:
-    narrow = wanted if wanted is not None else weights[0] if len(set(weights)) == 1 else None
-    if narrow in NARROW:
-        return narrow if stochastic else torch.float32
-    return wanted or (torch.float64 if torch.float64 in weights else torch.float32)
 
 
 class AveragesOfProxy:
@@ -162,7 +162,7 @@ class AveragesOfProxy:
 
     @functools.cached_property
     def _rows(self) -> dict[Fate, list[Tracked]]:
-        rows: dict[Fate, list[Tracked]] = {"average": [], "copy": [], "hold": []}
+        rows: dict[Fate, list[Tracked]] = defaultdict(list)
         buffers = {local.name for local in self._averages.view.buffers}
         for row in self._averages.tracked:
             kind: Kind = "buffer" if row.name in buffers else "parameter"
@@ -174,9 +174,7 @@ class AveragesOfProxy:
         self._averages.wait()
         held = [row.averages[0].clone() for row in self._rows["hold"]]  # the engine averages all, in one pass
         self._averages.update_by(decay, weight)
-        if held:
-            self._averages.wait()
-            copy_all([row.averages[0] for row in self._rows["hold"]], held)
+        self._change(lambda averages, _: copy_all(averages, held), "hold")
         self._change(copy_all, "copy")
 
     @torch.no_grad()
@@ -240,43 +238,47 @@ def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | 
 @torch.no_grad()
 def fill(
     what: str, ranks: RankGroup, look: Callable[[], Held], state: Mapping[str, Any],
-    refuse: Callable[[Fit[Form | None]], None],
+    names_error: type[Exception] = RuntimeError, strict: bool = True, hint: str = _state.HINT,
 ) -> Fit[Form | None]:  # fmt: skip
-    """Fills what ``look()`` finds here with a state's whole tensors, or the same parts. ``refuse()`` raises where the
-    comparison does not suit: on every rank, before anything changes. Collective."""
+    """Fills what ``look()`` finds here with a state's whole tensors, or the same parts. Raises on every rank, before
+    anything changes, where a tensor differs or, if ``strict``, a name: ValueError, also a ``names_error``, else a
+    RuntimeError. Collective."""
 
     def check() -> tuple[Held, list[_state.Copy], Fit[Form | None]]:
         held = look()
-        found = fit(held, state, "the state")
-        copies = _state.copies_of(held.parts, state, found)
-        refuse(found)
-        return held, copies, found
+        compared = fit(held, state, "the state")
+        copies = _state.copies_of(held.parts, state, compared)
+        wrong = compared if strict else compared.only_different()
+        also = names_error if wrong.missing or wrong.unexpected else RuntimeError
+        wrong.refuse(what, "the state", also, hint=hint)
+        return held, copies, compared
 
-    held, copies, found = ranks.agree(what, check)
+    held, copies, compared = ranks.agree(what, check)
     for fill_part in copies:
         fill_part()
     held.put_back()
-    return found
+    return compared
 
 
 @torch.no_grad()
 def load_averages(
-    core: Averages, averages: Mapping[str, Any], strict: bool = True, others: Iterable[LocalTensor] = ()
-) -> None:
-    """Takes pieces of the same sharding, DTensors, or full tensors, under any names of theirs. Names of ``others``, and
-    unless ``strict`` all other names, are passed over, and what is missing stays; counters stay too. Collective."""
-    what = "load_state_dict()"
+    core: Averages, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()",
+    beside: Iterable[Part] = (),
+) -> Fit[Form | None]:  # fmt: skip
+    """Takes pieces of the same sharding, DTensors, or full tensors, under any names of theirs, also of what lies
+    ``beside`` the averages. What else the model has, and unless ``strict`` all other names, are passed over, and what
+    is missing stays; counters stay too. Collective."""
 
     def look() -> Held:
         core.swap.refuse(what)
-        held = core.held()
+        held, view = core.held(), core.view
+        held.parts += beside
+        held.names.update((part.name, (part.name,)) for part in beside)
+        others = (local for local in (*view.parameters, *view.buffers) if local.name not in held.names)
         held.others = [name for local in others for name in (local.name, *local.aliases)]
         return held
 
-    def refuse(found: Fit[Any]) -> None:
-        (found if strict else found.only_different()).refuse(what, "the state", hint=_state.HINT)
-
-    fill(what, core.ranks, look, averages, refuse)
+    return fill(what, core.ranks, look, state, strict=strict)
 
 
 Follower = AveragedCopy | AveragesOfProxy
@@ -319,59 +321,45 @@ class Averaged(nn.Module):
         """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and
         {} elsewhere.
         """
-        own = {name: tensor.detach().cpu().clone() for name, tensor in self.named_buffers(recurse=False)}
-        averages = {f"module.{name}": tensor for name, tensor in whole_averages(self.module).items()}
-        return {**own, **averages} if averages else {}
+        return whole_averages(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch. Of sharded averages: pieces as from state_dict(), or whole tensors, under the names of any
         wrapping; everything is checked on every rank first. Collective then."""
         if not isinstance(self.module, SwappedModelProxy):
-            refuse_unfit(self.state_dict(), state_dict, strict)
+            shapes = compare(_shapes(self.state_dict()), _shapes(state_dict))
+            (shapes if strict else shapes.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
             return super().load_state_dict(state_dict, strict, assign)
-        own = dict(self.named_buffers(recurse=False))
-        counters = {name: value for name, value in state_dict.items() if name in own}
-        self.module.core.ranks.agree("load_state_dict()", lambda: refuse_unfit(own, counters, strict))
-        averages = {name.removeprefix("module."): value for name, value in state_dict.items() if name not in own}
-        load(self.module, averages, strict)
-        for name, buffer in own.items():
-            buffer.copy_(counters.get(name, buffer))
-        return _IncompatibleKeys([], [])
-
-
-def refuse_unfit(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
-    """Raises RuntimeError where torch would, but before anything changes."""
-    fit = compare(_shapes(own), _shapes(state))
-    (fit if strict else fit.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
+        own = [
+            Part(name, buffer.view(-1), _core.Region.whole(list(buffer.shape)))
+            for name, buffer in self.named_buffers(recurse=False)
+        ]
+        compared = load_averages(self.module.core, state_dict, strict, beside=own)
+        return _IncompatibleKeys(compared.missing, compared.unexpected)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     return {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in state.items()}
 
 
-def load(module: nn.Module, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()") -> None:
-    """Whole tensors, or a stand-in's pieces, into any module, by names without what wrappers put into them, here and
-    there. Raises RuntimeError and ValueError, before anything changes, where a shape differs or, if ``strict``, a name
-    is missing or unknown; where no name fits, always. Collective where ranks share the module, which then may be
-    sharded. ``what`` is for messages."""
-    own, proxy = {clean_file_key(name) for name in module.state_dict()}, isinstance(module, SwappedModelProxy)
-    fitting = [name for name in state if clean_file_key(name) in own]
+def load(what: str, module: nn.Module, find: Callable[[], Mapping[str, Any]], strict: bool) -> None:
+    """Loads the state that ``find()`` returns, whole tensors, or a stand-in's pieces, into any module, by names without
+    what wrappers put into them, here and there. Raises RuntimeError and ValueError, before anything changes, where a
+    shape differs or, if ``strict``, a name is missing or unknown; where no name fits, always. Collective where ranks
+    share the module, which then may be sharded. ``what`` is for messages."""
+    own = {clean_file_key(name) for name in module.state_dict()}
 
-    def check() -> None:
-        if own and not fitting:
+    def check() -> Mapping[str, Any]:
+        state = find()
+        if own and own.isdisjoint(map(clean_file_key, state)):
             some = f"there '{next(iter(state), '')}', here '{min(own)}'"
             raise invalid(f"none of the {len(state)} names fits, nothing was loaded: {some}", RuntimeError)
-        for name in fitting if not proxy else ():  # a proxy takes the parts that this rank has
-            value = state[name]
-            if isinstance(value, Piece) and value.local.numel() != math.prod(value.size()):
-                way_out = "save full_state_dict() instead (call it on all ranks; rank 0 has the whole)"
-                raise invalid(f"'{name}' is one rank's piece, and nothing was loaded; {way_out}", RuntimeError)
+        return state
 
-    ranks_of(module).agree(what, check)
+    state = ranks_of(module).agree(what, check)
     try:
         if isinstance(module, SwappedModelProxy):
-            view = module.core.view  # what is not averaged is the model's own, and stays
-            load_averages(module.core, state, strict, [*view.parameters, *view.buffers])
+            load_averages(module.core, state, strict, what)
         else:
             Request(what, module, state, strict=strict).run()
     except errors.InvalidArgumentError as error:

@@ -81,7 +81,7 @@ class DistEMA:
         self.min_decay, self.inv_gamma, self.update_after_step = min_decay, inv_gamma, update_after_step
         self.decay_steps = 0
         self._seed, self._group = seed, group
-        self._view = self._found(model)
+        self._view = find(model, group=self._group)
         among = group or self._view.process_group
         if among is None and dist.is_initialized() and world_size != 1:
             among = dist.group.WORLD
@@ -131,7 +131,7 @@ class DistEMA:
     def build_ema_model(self) -> None:
         """Cuts ``self.model`` anew; averages become equal to its weights. Local."""
         name_of = called(self.model)
-        self._view = self._found(self.model)
+        self._view = find(self.model, group=self._group)
         self._shares = shares(self._view, self.world_size, self.rank, self.torch_dtype, is_sharded(self.model))
         self._called = {one.name: name_of(one.name) for one in [*self._view.parameters, *self._view.buffers]}
         own = [one for one in self._shares if one.region.size]
@@ -139,9 +139,6 @@ class DistEMA:
         self.index_list = [(one.begin, one.begin + one.region.size - 1) for one in own]
         self.ema_param_list = [one.averages[0] for one in own]
         self._pair()
-
-    def _found(self, model: nn.Module) -> ModelView:
-        return find(model, group=self._group)
 
     def _pair(self) -> None:
         own = [share for share in self._shares if share.region.size]
@@ -182,7 +179,7 @@ class DistEMA:
     def _bind(self, model: nn.Module) -> None:
         """Pairs anew what has been replaced or has moved."""
         if model is not self._view.model or not self._view.unchanged_at_rest():
-            view = self._found(model)
+            view = find(model, group=self._group)
             locals_ = {local.name: local for local in view.parameters}
             regions = {share.name: share.local.region for share in self._shares}
             compare(regions, {name: local.region for name, local in locals_.items()}).refuse(

@@ -26,7 +26,7 @@ from shardow.averages.replicas import Exchange, share_out
 from shardow.averages.swap import Swap
 from shardow.averages.teacher import Teacher, copy_over
 from shardow.averages.torch_rules import OtherMemory
-from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
+from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.distributed.gather import Part
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts, equal_states
@@ -215,14 +215,6 @@ class Averages:
             else:
                 common += [common_of(row.local, average) for average in row.averages]
         return common
-
-    def follow_sources(self, source: Mapping[str, Source]) -> None:
-        """Takes sources whose memory has moved: the same elements of the same tensors. Local."""
-        self.swap.refuse("following source=")
-        for one in self.tracked:
-            if one.mastered:
-                follow_source(one, source.get(one.name), self.options.replicas)
-        self.swap.bind()
 
     # ---- training
 

@@ -13,7 +13,7 @@ model, which the error says; restore() is the way back then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -22,7 +22,7 @@ import torch
 from shardow import _core, errors
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.replicas import Exchange
-from shardow.averages.tracked import Tracked
+from shardow.averages.tracked import Source, Tracked, follow_source
 from shardow.base.checks import invalid, warn
 from shardow.base.signals import uninterrupted
 from shardow.distributed.rank_group import RankGroup
@@ -82,6 +82,8 @@ class Swap:
     replicas own parts of each other's weights. The engine alone knows whether, how far and why anything is swapped."""
 
     has_teacher = False
+    #: Gives follow_sources() what `source=` names where its owner has put that elsewhere.
+    find_sources: Callable[[Callable[[Mapping[str, Source]], None]], None] | None = None
 
     def __init__(
         self, engine: _core.Average, streams: Streams | None, tracked: list[Tracked], view: ModelView,
@@ -156,6 +158,8 @@ class Swap:
         self._find_weights("update()")
 
     def _find_weights(self, what: str, writes: bool = False) -> None:
+        if self.find_sources is not None:
+            self.find_sources(self.follow_sources)
         swap_guard.refuse_foreign(what, self.weights, self, writes=writes)
         if not self._view.unchanged():
             self.rebind()
@@ -176,6 +180,14 @@ class Swap:
         self.refuse("following the model's memory")
         self._view.reshard()
         return self._view.unchanged() or self._view.follow_moves(self.bind)
+
+    def follow_sources(self, sources: Mapping[str, Source]) -> None:
+        """Takes sources whose memory has moved: the same elements of the same tensors. Local."""
+        self.refuse("following source=")
+        for weight in self._tracked:
+            if weight.mastered:
+                follow_source(weight, sources.get(weight.name), "split" if self._splits else "copy")
+        self.bind()
 
     def bind(self) -> None:
         """The engine reads where the weights lie now."""

@@ -3,7 +3,7 @@
 One module or package for each origin, named after it; what improves and what differs is in docs/migration.md. `_impl`
 is how they keep averages and write files: origins -> _impl.
 
-May import: averages, start, files, model, distributed, base, errors, ema, schedules.
+May import: averages, start, merging, files, model, distributed, base, errors, ema, schedules.
 """
 
 from shardow.base.checks import with_torch

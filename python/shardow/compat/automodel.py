@@ -175,12 +175,7 @@ class Managed(ABC):
         bytes. Collective.
         """
         path = Path(directory) / "ema.safetensors"
-
-        def prepare() -> Saveable:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return self._saveable()
-
-        save_file(self._together("export_safetensors()", prepare), path, dtype, group=self._ranks.process_group)
+        save_file(self._together("export_safetensors()", self._saveable), path, dtype, group=self._ranks.process_group)
         return path
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:

@@ -24,6 +24,7 @@ from shardow.compat._impl.averaged_copy import AveragedCopy, TrainedCopy
 from shardow.compat._impl.swapped_model_proxy import all_ranks
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.files.checkpoint import save
+from shardow.merging import foreign
 from shardow.model.parts import held_by
 from shardow.start import fill, meta
 
@@ -229,8 +230,8 @@ class FSDPCheckpoint:
             step = os.path.basename(os.path.normpath(folder))
             if not step.isdigit():
                 raise invalid(f"{folder} is not named after its step, e.g. 0001000; its step is unknown")
-            status = files.read(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
-            schedule = files.read(folder / "scheduler.pt") if scheduler is not None else None
+            status = foreign.loaded(folder / "data_status.pt") if (folder / "data_status.pt").exists() else []
+            schedule = foreign.loaded(folder / "scheduler.pt") if scheduler is not None else None
             own = status[ranks.rank] if ranks.rank < len(status) else None
             return _read_shard(folder, name, count), schedule, int(step) + 1, own
 
@@ -288,7 +289,7 @@ def _shard_of(config: FSDPConfig) -> tuple[str, int, bool]:
 
 def _read_shard(folder: Path, name: str, count: int) -> Any:
     if (folder / name).exists():
-        return files.read(folder / name)
+        return foreign.loaded(folder / name)
     counts = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("optimizer.*-of-*.pt")})
     there = f"that of {' and '.join(map(str, counts))} shards" if counts else "none"
     differ = f"this run has {count} shards of the optimizer's state, the checkpoint {there}"

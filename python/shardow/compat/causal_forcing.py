@@ -28,6 +28,7 @@ from shardow.compat._impl import files
 from shardow.compat._impl.swapped_model_proxy import load_averages, ranks_of
 from shardow.ema import EMA, model_averages
 from shardow.files.checkpoint import full_state_dict
+from shardow.merging import foreign
 from shardow.model.match import compare
 from shardow.model.names import called, model_and_root, without_wrappers
 from shardow.model.slots import slots
@@ -230,7 +231,7 @@ def read_model_pt(path: str | Path, entry: str = "generator_ema") -> dict[str, t
     """One entry's tensors, mapped from the file, without wrappers in their keys. Raises KeyError where there is no such
     entry.
     """
-    content = files.read(path)
+    content = foreign.loaded(path)
     if not isinstance(content, Mapping) or not isinstance(content.get(entry), Mapping):
         there = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
         raise errors.make("not_found", f"{path} has no {entry!r}; it has {there[:400]}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ __all__ = ["EMAModel"]
 Parameters = Iterable[torch.Tensor]
 _WEIGHTS = "diffusion_pytorch_model.safetensors"  # as diffusers.utils.SAFETENSORS_WEIGHTS_NAME
 _INDEX = _WEIGHTS + ".index.json"
-_SHARD = re.compile(r"diffusion_pytorch_model-\d{5}-of-\d{5}\.(safetensors|bin)")
 
 
 class EMAModel:
@@ -110,10 +108,12 @@ class EMAModel:
         def finish() -> None:
             if ranks.rank == 0:
                 model.save_config(str(folder))
-                _remove_shards(folder)
+                (folder / _INDEX).unlink(missing_ok=True)  # of an earlier save in several files
+                for ending in ("safetensors", "bin"):
+                    for shard in folder.glob(f"diffusion_pytorch_model-*-of-*.{ending}"):
+                        shard.unlink()
 
         model, state = ranks.step(what, prepare)
-        ranks.agree(what, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
         save(state, folder / _WEIGHTS, group=ranks.process_group)
         ranks.agree(what, finish)
 
@@ -218,18 +218,22 @@ def _fill(shadows: list[torch.Tensor], folder: Path, model_cls: Any) -> tuple[Ma
     """Fills averages from a directory. Returns its config, and its model on meta. Collective of DTensors."""
     ranks = _ranks(shadows)
 
-    def prepare() -> tuple[Mapping[str, Any], Any, list[tuple[Path, dict[str, torch.Tensor]]]]:
-        config = model_cls.load_config(str(folder))
+    def prepare() -> tuple[Mapping[str, Any], Any, list[str]]:
+        config, index = model_cls.load_config(str(folder)), folder / _INDEX
         model = _on_meta(model_cls, config)
         _check(model, shadows)
-        names = [name for name, _ in model.named_parameters()]
-        return config, model, _sources(folder, dict(zip(names, shadows, strict=True)))
+        files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.exists() else [_WEIGHTS]
+        if outside := [file for file in files if Path(file).name != file]:
+            raise errors.make("corrupt", f"{index}: '{outside[0]}' is no plain file name")
+        return config, model, files
 
-    config, model, sources = ranks.agree("from_pretrained()", prepare)
-    for file, tensors in sources:
-        report = load(tensors, file, strict=False, group=ranks.process_group)
-        if report["missing"]:
-            raise invalid(f"{file} has no '{report['missing'][0]}'; is it another model's?")
+    config, model, files = ranks.agree("from_pretrained()", prepare)
+    tensors = dict(zip((name for name, _ in model.named_parameters()), shadows, strict=True))
+    missing = set(tensors)
+    for file in files:
+        missing &= {*load(tensors, folder / file, strict=False, group=ranks.process_group)["missing"]}
+    if missing:
+        raise invalid(f"{folder} has no '{min(missing)}'; is it another model's?")
     return config, model
 
 
@@ -265,27 +269,3 @@ def _named(model: nn.Module, shadows: Sequence[torch.Tensor]) -> dict[str, torch
     }
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     return {name: by_parameter.get(id(tensor), tensor) for name, tensor in state.items()}
-
-
-def _sources(folder: Path, tensors: dict[str, torch.Tensor]) -> list[tuple[Path, dict[str, torch.Tensor]]]:
-    """Which of the tensors are in which file."""
-    index = folder / _INDEX
-    if not index.exists():
-        return [(folder / _WEIGHTS, tensors)]
-    places = json.loads(index.read_text())["weight_map"]
-    lost = next((name for name in tensors if name not in places), None)
-    if lost is not None:
-        raise invalid(f"{index} has no '{lost}'; is it another model's?")
-    files = sorted({places[name] for name in tensors})
-    outside = next((file for file in files if Path(file).name != file), None)
-    if outside is not None:
-        raise errors.make("corrupt", f"{index}: '{outside}' is no plain file name")
-    return [(folder / file, {name: t for name, t in tensors.items() if places[name] == file}) for file in files]
-
-
-def _remove_shards(folder: Path) -> None:
-    """Of an earlier save in several files, whose index from_pretrained() would follow."""
-    (folder / _INDEX).unlink(missing_ok=True)
-    for file in folder.iterdir():
-        if _SHARD.fullmatch(file.name):
-            file.unlink()

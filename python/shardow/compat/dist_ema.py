@@ -5,13 +5,11 @@ origin's."""
 from __future__ import annotations
 
 import json
-import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
-from shardow.averages.tracked import divide
+from shardow.averages.tracked import Tracked, divide
 from shardow.base.checks import fraction, invalid, seconds, unsupported, whole
 from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory
 from shardow.compat._impl.swapped_model_proxy import fill, refuse_copies
 from shardow.distributed.gather import Gatherer, Part
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts, equal_updates
 from shardow.files import engine, paths
-from shardow.model.local import LocalTensor
 from shardow.model.match import compare
 from shardow.model.names import called
 from shardow.model.owners import has_fsdp
@@ -65,8 +62,8 @@ class DistEMA:
 
     Attributes:
         name_list, index_list, ema_param_list: of the parameters that this rank has a part of: the name, the (first,
-            last) element, both included, in the order of the parameter's memory (of what this rank holds of it, where
-            it is sharded), and its average, 1-D, the memory itself.
+            last) element, both included, in row-major order of the parameter (of what this rank holds of it, where it
+            is sharded), and its average, 1-D, the memory itself.
         decay_steps: updates so far. torch_dtype: of averages. model: what they were made of.
 
     Raises:
@@ -84,7 +81,7 @@ class DistEMA:
         self.min_decay, self.inv_gamma, self.update_after_step = min_decay, inv_gamma, update_after_step
         self.decay_steps = 0
         self._seed, self._group = seed, group
-        self._view = self._found(model)
+        self._view = find(model, group=self._group)
         among = group or self._view.process_group
         if among is None and dist.is_initialized() and world_size != 1:
             among = dist.group.WORLD
@@ -112,7 +109,7 @@ class DistEMA:
             )
         self.torch_dtype = PRECISION_TO_TYPE[self.dtype]
         self.build_ema_model()
-        tensors = {share.name: f"{share.shape} in the order {share.order}" for share in self._shares}
+        tensors = {share.name: tuple(share.local.region.shape) for share in self._shares}
         facts = {"world_size": self.world_size, "tensors": tensors, "order": list(tensors), "config": self.config}
         return Step(None, [equal_facts("DistEMA(...)", facts, self._ranks), self._ranks.join("DistEMA")])
 
@@ -121,38 +118,32 @@ class DistEMA:
         refuse_copies(self._ranks)
         names = ("model", "world_size", "rank", *self.config, "_seed", "torch_dtype")
         state = {name: getattr(self, name) for name in names}
-        return {**state, "_averages": [one.average for one in self._shares], "_timeout": self._ranks.timeout}
+        return {**state, "_averages": [share.averages[0] for share in self._shares], "_timeout": self._ranks.timeout}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {name: value for name, value in state.items() if name not in ("_averages", "_timeout")}
         self.__dict__.update(own, _group=None, _ranks=RankGroup(None, state["_timeout"]))
         self.build_ema_model()
         for share, average in zip(self._shares, state["_averages"], strict=True):
-            share.average.copy_(average)
+            share.averages[0].copy_(average)
 
     @torch.no_grad()
     def build_ema_model(self) -> None:
         """Cuts ``self.model`` anew; averages become equal to its weights. Local."""
         name_of = called(self.model)
-        self._bound, self._view = self.model, self._found(self.model)
+        self._view = find(self.model, group=self._group)
         self._shares = shares(self._view, self.world_size, self.rank, self.torch_dtype, is_sharded(self.model))
         self._called = {one.name: name_of(one.name) for one in [*self._view.parameters, *self._view.buffers]}
         own = [one for one in self._shares if one.region.size]
         self.name_list = [self._called[one.name] for one in own]
         self.index_list = [(one.begin, one.begin + one.region.size - 1) for one in own]
-        self.ema_param_list = [one.average for one in own]
+        self.ema_param_list = [one.averages[0] for one in own]
         self._pair()
 
-    def _found(self, model: nn.Module) -> ModelView:
-        return find(model, group=self._group)
-
     def _pair(self) -> None:
-        here = {one.name: one for one in self._view.parameters}
-        rows = [
-            AveragedTensor(one.name, one.source(here[one.name]), one.average, one.region)
-            for one in self._shares
-            if one.region.size
-        ]
+        own = [share for share in self._shares if share.region.size]
+        rows = [AveragedTensor(share.name, share.weights(), share.averages[0], share.region) for share in own]
+        self._staged = [share for share in own if share.stage is not None]
         rule = "mul_add" if self.dtype == "fp32" else "lerp"
         self._pairs = GivenMemory(rows, rule, stochastic=True, seed=self._seed)
         self._counted = self.decay_steps
@@ -179,16 +170,27 @@ class DistEMA:
         the same names."""
         used = fraction("decay", self.get_decay() if decay is None else decay)
         self._bind(model)
+        for share in self._staged:
+            share.gather()
         self._pairs.update(used, 1.0 - used, self.decay_steps + 1)
         self.decay_steps += 1
         self._counted = self.decay_steps
 
     def _bind(self, model: nn.Module) -> None:
         """Pairs anew what has been replaced or has moved."""
-        if model is not self._bound or not self._view.unchanged_at_rest():
-            view = self._found(model)
-            refuse_unlike(self._shares, view)
-            self._bound, self._view = model, view
+        if model is not self._view.model or not self._view.unchanged_at_rest():
+            view = find(model, group=self._group)
+            locals_ = {local.name: local for local in view.parameters}
+            regions = {share.name: share.local.region for share in self._shares}
+            compare(regions, {name: local.region for name, local in locals_.items()}).refuse(
+                "update()", "the model", KeyError, here="in the averages", done="nothing was averaged",
+                hint="The averages were made of another model; make a DistEMA of this one",
+            )  # fmt: skip
+            self._shares = [
+                Tracked(locals_[share.name], share.region, share.begin, averages=share.averages)
+                for share in self._shares
+            ]
+            self._view = view
             self._pair()
         elif self._counted > self.decay_steps:  # the noise goes back with them
             self._pair()
@@ -217,18 +219,16 @@ class DistEMA:
         def prepare() -> Step[list[Part]]:
             if cpu_group is not None and (size := dist.get_world_size(cpu_group)) != self.world_size:
                 raise invalid(f"state_dict(): cpu_group has {size} ranks, the averages are on {self.world_size}")
-            parts = [Part(share.name, share.average, share.region) for share in self._shares]
+            parts = [Part(share.name, share.averages[0], share.region) for share in self._shares]
             if buffers:
                 parts += [Part(local.name, local.tensor.reshape(-1), local.region) for local in self._view.buffers]
             return Step(parts, [equal_updates("state_dict()", self.decay_steps, self._ranks)])
 
         self._needs_all("state_dict()")
         parts = self._ranks.step("state_dict()", prepare)
-        inverse = {share.name: share.inverse for share in self._shares}
         gatherer, host = Gatherer("state_dict()", parts, self._ranks), torch.device("cpu")
         tensors = dict(gatherer.everywhere(lambda _: host)) if everywhere else gatherer.whole({})
-        each = ((name, full.permute(inverse[name]) if name in inverse else full) for name, full in tensors.items())
-        return OrderedDict((self._called[name], full) for name, full in each)
+        return OrderedDict((self._called[name], full) for name, full in tensors.items())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -289,12 +289,13 @@ class DistEMA:
 
     def _held(self, saving: bool) -> Held:
         """In a sharded model, what every rank holds whole is saved by rank 0."""
-        held = Held([], {share.name: (share.name, self._called[share.name]) for share in self._shares}, None)
         everything = not saving or not is_sharded(self.model)
-        for one in self._shares:
-            if everything or one.local.counts_on(self._ranks.rank):
-                held.parts += one.parts(held.copied)
-        return held
+        parts = [
+            Part(share.name, share.averages[0], share.region)
+            for share in self._shares
+            if everything or share.local.counts_on(self._ranks.rank)
+        ]
+        return Held(parts, {share.name: (share.name, self._called[share.name]) for share in self._shares}, None)
 
 
 class _Load(FileLoad):
@@ -321,56 +322,11 @@ def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:
     return whole("decay_steps", saved.get("decay_steps"), 0)
 
 
-# ---- shares: who averages which elements of which parameter, where parameters lie one after another, cut into equal
-# stretches, one a rank, whatever their strides. A parameter whose memory has another order than its dimensions
-# (channels_last) is cut in the order of its memory. Its share is no region of it then, but one of the tensor with its
-# dimensions in that order; files, which know regions of the tensor itself, get its boxes.
+# ---- shares: who averages which elements of which parameter. Whole parameters lie one after another in row-major
+# order, cut into equal stretches, one a rank.
 
 
-@dataclass(eq=False)
-class Share:
-    """Elements [begin, begin + region.size) of what this rank holds of a parameter, in the order of memory. ``order``:
-    its dimensions, the slowest in memory first; ``region`` is of a tensor with these."""
-
-    local: LocalTensor
-    order: tuple[int, ...]
-    region: _core.Region
-    begin: int
-    average: torch.Tensor  # 1-D, region.size
-
-    @property
-    def name(self) -> str:
-        return self.local.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
-        return tuple(self.local.region.shape)
-
-    def source(self, local: LocalTensor) -> torch.Tensor:
-        """The live elements of ``local``, which is the same parameter of any view of the model: 1-D, a view."""
-        return _memory(local, self.order)[self.begin : self.begin + self.region.size]
-
-    @property
-    def inverse(self) -> list[int]:
-        """For permute(): gives the dimensions as the parameter has them."""
-        return sorted(range(len(self.order)), key=self.order.__getitem__)
-
-    def parts(self, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Part]:
-        """The average as regions of the parameter: its own memory, or copies, which are noted: (a stretch of the
-        average as its tensor goes, the copy, row-major)."""
-        plain = self.order == tuple(range(len(self.order)))
-        if plain or not self.region.size:
-            yield Part(self.name, self.average, self.region if plain else _core.Region.whole(self.shape).window(0, 0))
-            return
-        for offsets, sizes, begin in self.region.boxes():
-            stretch = self.average[begin : begin + math.prod(sizes)].view(sizes).permute(self.inverse)
-            copied.append((stretch, stretch.contiguous()))
-            box = _core.Region.grid(self.shape, [[(offsets[d], offsets[d] + sizes[d])] for d in self.inverse])
-            yield Part(self.name, copied[-1][1].view(-1), box)
-
-
-def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: bool) -> list[Share]:
+def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: bool) -> list[Tracked]:
     """One of each parameter, empty ones too, whose averages equal the weights. ``sharded``: what a rank holds, which
     replicas divide.
     """
@@ -378,67 +334,19 @@ def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: 
         raise unsupported(f"'{odd[0].name}' is {odd[0].tensor.dtype}; averages of complex numbers are not kept here")
     made, total, at = [], sum(one.region.size for one in view.parameters), 0
     each = -(-total // world)
-    first, end = min(rank * each, total), min((rank + 1) * each, total)
     for local in view.parameters:
         if sharded:
             region, begin = divide(local, "split")
-            order = tuple(range(len(region.shape)))
         else:
-            order, size = _memory_order(local), local.region.size
-            begin, stop = min(max(first - at, 0), size), min(max(end - at, 0), size)
-            region = _core.Region.whole([local.region.shape[d] for d in order]).window(begin, stop)
-            at += size
-        average = _memory(local, order)[begin : begin + region.size].to(dtype, copy=True)
-        made.append(Share(local, order, region, begin, average))
+            begin, end = (min(max(border - at, 0), local.region.size) for border in (rank * each, (rank + 1) * each))
+            region = local.region.window(begin, end)
+            at += local.region.size
+        share = Tracked(local, region, begin)
+        share.averages = [share.weights().to(dtype, copy=True)]
+        made.append(share)
     return made
-
-
-class _Layout(NamedTuple):
-    """What an average shares with its weight: the elements of a rank, and the order of dimensions in memory."""
-
-    region: _core.Region
-    order: tuple[int, ...]
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.region.shape)
-
-    def __str__(self) -> str:
-        return f"{self.region} in the order {self.order}"
-
-
-def refuse_unlike(made: Sequence[Share], view: ModelView) -> None:
-    """Raises KeyError where a model is not as the one that shares were made of."""
-    were = {share.name: _Layout(share.local.region, share.order) for share in made}
-    found = compare(were, {one.name: _Layout(one.region, _memory_order(one)) for one in view.parameters})
-    found.refuse(
-        "update()", "the model", KeyError, here="in the averages", done="nothing was averaged",
-        hint="The averages were made of another model; make a DistEMA of this one",
-    )  # fmt: skip
 
 
 def is_sharded(model: nn.Module) -> bool:
     """The same on every rank, whatever each of them holds."""
     return has_fsdp(model) or any(isinstance(p, DTensor) or is_partitioned(p) for p in model.parameters())
-
-
-def _memory_order(local: LocalTensor) -> tuple[int, ...]:
-    """The dimensions of a whole tensor, the slowest in memory first; those of a shard as they are. Raises where there
-    are holes.
-    """
-    tensor, plain = local.tensor, tuple(range(len(local.region.shape)))
-    if tensor.is_contiguous() or tensor.dim() != len(plain):  # a flat shard
-        return plain
-    strides = tensor.stride()
-    order = tuple(sorted(plain, key=lambda d: -strides[d]))
-    if tuple(tensor.shape) != tuple(local.region.shape) or not tensor.permute(order).is_contiguous():
-        raise unsupported(
-            f"'{local.name}' of shape {tuple(tensor.shape)} and strides {tensor.stride()} has holes in its memory; "
-            "make it contiguous first"
-        )
-    return order
-
-
-def _memory(local: LocalTensor, order: tuple[int, ...]) -> torch.Tensor:
-    """1-D, a view."""
-    return local.tensor.view(-1) if local.tensor.is_contiguous() else local.tensor.permute(order).view(-1)

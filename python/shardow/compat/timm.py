@@ -15,10 +15,10 @@ from torch import nn
 
 from shardow.averages.options import Replicas, Rule
 from shardow.base.checks import invalid, unsupported
-from shardow.compat._impl import files
 from shardow.compat._impl.averaged_copy import AveragedCopy, ChosenRule
 from shardow.compat._impl.given_memory import Fate, Kind
 from shardow.compat._impl.swapped_model_proxy import NARROW, Averaged, follow, load, whole_averages
+from shardow.merging import foreign
 
 #: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
@@ -191,7 +191,7 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
     where = "the checkpoint" if isinstance(checkpoint, Mapping) else f"{checkpoint}"
     if not isinstance(checkpoint, Mapping):
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm saves its arguments too
-            checkpoint = files.read(checkpoint)
+            checkpoint = foreign.loaded(checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise invalid(f"{where} is a {type(checkpoint).__name__}, not a dict with {' or '.join(KEYS)}", AssertionError)
     found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)

@@ -96,9 +96,7 @@ class ExponentialMovingAverage:
         shadows = self._fitted("shadow_params", state_dict["shadow_params"])
         collected = state_dict["collected_params"]
         if collected is not None:
-            if not isinstance(collected, list):
-                raise invalid("collected_params must be a list or None", AssertionError)
-            if len(collected) != len(shadows):
+            if isinstance(collected, list) and len(collected) != len(shadows):
                 counts = f"{len(collected)} collected_params and {len(shadows)} shadow_params"
                 raise invalid(f"there are {counts}", AssertionError)
             collected = self._fitted("collected_params", collected)

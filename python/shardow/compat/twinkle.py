@@ -29,6 +29,7 @@ from shardow.compat._impl.swapped_model_proxy import all_ranks, ranks_of
 from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
 from shardow.files.checkpoint import full_state_dict
+from shardow.merging import foreign
 from shardow.model import origins
 from shardow.model.match import fit
 from shardow.model.modules import repeated_blocks
@@ -141,7 +142,7 @@ class Strategy:
         raw, ranks = _raw(optimizer), all_ranks()
         wrapped = self.needs_wrapped_optimizer_state()
         reads = ranks.rank == 0 or not wrapped
-        state = ranks.agree("load_optimizer_checkpoint()", lambda: files.read(input_path) if reads else {})
+        state = ranks.agree("load_optimizer_checkpoint()", lambda: foreign.loaded(input_path) if reads else {})
         if wrapped:
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks.size > 1)
             set_optimizer_state_dict(self.unwrap_model(model), raw, state, options=options)

@@ -121,21 +121,16 @@ class MastersEMA(EMA):
         for name in ("source", "optimizer", "overlap"):
             if options.get(name):
                 raise invalid(f"ema(..., {name}=...): masters are averaged after the optimizer's steps; leave it out")
-        self._masters, self._addresses = masters, addresses
-        self._seen = addresses()
+        seen = addresses()
         super().__init__(model, decay, source=masters(), **options)
 
-    def update(self, step: int | None = None, samples: float = 0.0) -> None:
-        self._follow()
-        super().update(step, samples)
+        def find(follow: Callable[[Mapping[str, Source]], None]) -> None:
+            nonlocal seen
+            if (moved := addresses()) != seen:
+                follow(masters())
+                seen = moved
 
-    def reset(self) -> None:
-        self._follow()
-        super().reset()
-
-    def distance(self, decay: Any = None) -> float:
-        self._follow()
-        return super().distance(decay)
+        self._averages.swap.find_sources = find
 
     def attach(self, optimizer: Any, **_: Any) -> NoReturn:
         raise unsupported("attach(): this optimizer steps another one inside; call update() after its steps")
@@ -147,8 +142,3 @@ class MastersEMA(EMA):
 
     def __reduce__(self) -> NoReturn:
         self.__deepcopy__({})
-
-    def _follow(self) -> None:
-        if self._addresses() != self._seen:
-            self._averages.follow_sources(self._masters())
-            self._seen = self._addresses()

@@ -17,7 +17,7 @@ from shardow.memory.activations import as_arguments, as_in_training, kept_bytes,
 from shardow.memory.prediction import Usage, usage
 from shardow.model.dtensor import modules_of, reshard
 from shardow.model.fsdp1 import Fsdp1Adapter
-from shardow.model.slots import slots
+from shardow.model.slots import Slot, slots
 
 
 def measure(
@@ -102,27 +102,23 @@ def _activations(model: nn.Module, parts: _Parts, batch: Any, loss: Callable[[An
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers, torch's random state and what DDP expects of the next step are those of before."""
-    buffers = [(slot, slot.recorded.clone()) for slot in slots(model, "buffer", "table")]
-    ddp = [
-        (module, module.require_forward_param_sync)
-        for module in model.modules()
-        if isinstance(module, DistributedDataParallel)
-    ]
     kinds = {tensor.device.type for tensor in model.parameters()} - {"cpu"}
     kind = next(iter(kinds), "cuda")
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.device.type == kind})
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind))
-        for module, _ in ddp:
-            stack.enter_context(module.no_sync())  # its reducer would wait for a backward
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for slot, before in buffers:
-                    slot.owner[slot.key] = slot.recorded.copy_(before)
-            for module, expected in ddp:
-                module.require_forward_param_sync = expected
+        for slot in slots(model, "buffer", "table"):
+            stack.callback(_put_back, slot, slot.recorded.clone())
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
+                stack.enter_context(module.no_sync())  # its reducer would wait for a backward
+        yield
+
+
+@torch.no_grad()
+def _put_back(slot: Slot, before: torch.Tensor) -> None:
+    slot.owner[slot.key] = slot.recorded.copy_(before)
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:

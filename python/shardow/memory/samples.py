@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import threading
 import time
@@ -121,12 +120,11 @@ class Sampler:
         self._interval = interval
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="shardow-memory", daemon=True)
-        self._page = os.sysconf("SC_PAGE_SIZE")
         self._next_proportional = 0.0
 
     def start(self) -> None:
         self._high_before = _told("status", "VmHWM:")
-        self.samples.before = self._resident()
+        self.samples.before = _told("status", "VmRSS:")
         self._sample(costly=True)
         self._thread.start()
 
@@ -149,7 +147,7 @@ class Sampler:
     def _sample(self, costly: bool) -> None:
         with self._lock:  # a mark comes from another thread
             now = time.time()
-            self._add(self.samples.resident, now, self._resident())
+            self._add(self.samples.resident, now, _told("status", "VmRSS:"))
             device = _on_device()
             if device is not None:
                 self._add(self.samples.device, now, device)
@@ -164,9 +162,6 @@ class Sampler:
             series[:] = [max(pair, key=lambda one: one[1]) for pair in zip(series[::2], series[1::2], strict=False)]
             if series is self.samples.resident:
                 self._interval *= 2
-
-    def _resident(self) -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * self._page
 
 
 def _told(file: str, name: str) -> int:

@@ -8,7 +8,6 @@ import bisect
 import contextlib
 import functools
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,18 +33,20 @@ def is_foreign(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _gate(path: Path) -> Iterator[None]:
+def _gate(path: str | Path) -> Iterator[None]:
     """Whatever torch raises within the block, and it raises anything where a file is damaged, is an error of Shardow's
     that names the path."""
     try:
         yield
     except errors.Error:
         raise
+    except FileNotFoundError as error:
+        raise errors.make("not_found", f"there is no file {error.filename or path}") from None
     except OSError as error:
-        code = "not_found" if isinstance(error, FileNotFoundError) else "io"
-        raise errors.make(code, f"{path}: {error.strerror or error}", error.errno or 0) from None
+        raise errors.make("io", f"{path}: {error.strerror or error}", error.errno or 0) from None
     except Exception as error:
-        raise errors.make("corrupt", f"{path} is damaged, or no file of torch's: {error!r}") from None
+        why = "it is damaged, or has more in it than tensors, which would have to be run"
+        raise errors.make("corrupt", f"{path} is not a whole file of tensors of torch's: {why}: {error!r}") from error
 
 
 def parts_of(path: Path, key: str | None) -> _core.InParts:
@@ -126,7 +127,7 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
 
 
 def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
-    state = _loaded(path)
+    state = loaded(path)
     if key is not None:
         if not isinstance(state, Mapping) or key not in state:
             raise invalid(f"{path} has nothing under {key!r}")
@@ -143,14 +144,12 @@ def _pickled(path: Path, key: str | None) -> tuple[Forms, Read]:
     return {name: (one.dtype, one.shape) for name, one in tensors.items()}, lambda name, _: (tensors[name], 0)
 
 
-def _loaded(path: Path) -> Any:
+def loaded(path: str | Path) -> Any:
+    """Returns what torch.save() wrote, on the CPU, mapped where it can be: what is not used is not read. Raises
+    FileNotFoundError, OSError, and ValueError for other files, and for what would have to be run."""
     load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
-    try:
+    with _gate(path):
         try:
             return load(mmap=True)
         except (RuntimeError, UnicodeEncodeError):  # of before torch 1.6, or of a path that is no UTF-8
             return load(mmap=False)
-    except pickle.UnpicklingError as error:
-        raise errors.make(
-            "corrupt", f"{path} is damaged, or has more in it than tensors, which would have to be run: {error}"
-        ) from None

@@ -174,7 +174,7 @@ def test_a_source_that_is_of_another_dtype_by_now_is_refused_and_the_old_one_is_
     model, master = nn.Linear(2, 1, bias=False).bfloat16(), torch.zeros(1, 2)
     ema = shardow.EMA(model, 0.5, source={"weight": master})
     with pytest.raises(ValueError, match=r"source= of 'weight' was .* in torch.float32, and is no more"):
-        averages_of(ema).follow_sources({"weight": torch.ones(1, 2, dtype=torch.float64)})
+        averages_of(ema).swap.follow_sources({"weight": torch.ones(1, 2, dtype=torch.float64)})
     master.fill_(4)
     ema.update()
     assert ema.full_state_dict(complete=False)["weight"].tolist() == [[2.0, 2.0]]
@@ -196,6 +196,9 @@ def test_masters_that_an_optimizer_has_put_elsewhere_are_found_by_every_call() -
     masters["weight"] = torch.full((1, 2), 6.0)
     ema.reset()
     assert ema.full_state_dict(complete=False)["weight"].tolist() == [[6.0, 6.0]]
+    masters["weight"] = torch.zeros(1, 2)
+    ema.feed_back()
+    assert masters["weight"].tolist() == model.weight.tolist() == [[6.0, 6.0]]
     assert kept.tolist() == [[0.0, 0.0]]
 
 

@@ -221,5 +221,5 @@ def test_a_file_that_could_not_be_written_leaves_the_one_before_and_nothing_else
     files.write({"step": 1}, path)
     with pytest.raises((AttributeError, pickle.PicklingError)):
         files.write({"step": lambda: 2}, path)
-    assert files.read(path) == {"step": 1}
+    assert torch.load(path) == {"step": 1}
     assert [left.name for left in tmp_path.iterdir()] == ["model.pt"]

@@ -1,5 +1,5 @@
-"""What the origins write: files of torch.save(), read without running what is in them, and directories; each is there
-whole or not at all, made under another name and published by one rename.
+"""What the origins write: files of torch.save(), and directories; each is there whole or not at all, made under another
+name and published by one rename.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from shardow import errors
 from shardow.base.checks import first_of, invalid
 from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
@@ -34,22 +33,6 @@ def write(content: Any, path: str | Path) -> None:
         sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def read(path: str | Path) -> Any:
-    """Tensors on the CPU, mapped: what is not used is not read. Raises ValueError for other files, and for objects in
-    them.
-    """
-    try:
-        with open(path, "rb") as file:
-            mapped = file.read(2) == b"PK"  # older files are no archives, and can't be
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except FileNotFoundError:
-        raise errors.make("not_found", f"there is no file {path}") from None
-    except OSError:
-        raise
-    except Exception as error:  # the unpickler fails in many ways over what is no pickle
-        raise errors.make("corrupt", f"{path} is not a whole file of tensors by torch.save(): {error}") from error
 
 
 def write_gathered(what: str, path: Path, held: Held, ranks: RankGroup, dtype: torch.dtype | None = None) -> None:

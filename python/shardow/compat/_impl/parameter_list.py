@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class ParameterList:
     def __init__(self, rule: str, copy_frozen: bool = False) -> None:
         self._rule, self._copy_frozen = rule, copy_frozen
         self._memory: GivenMemory | None = None
-        self._warned = False
+        self._marks: object = None  # of what is paired
+        self._sharded = self._warned = False
 
     @torch.no_grad()
     def update(
@@ -41,9 +43,9 @@ class ParameterList:
         """Raises ValueError and RuntimeError, before anything changes, where a shadow and its parameter differ in
         shape.
         """
-        if not self._unchanged(shadows, parameters):
+        if self._marks_of(shadows, parameters) != self._marks:
             parameters = resharded(parameters)
-            if not self._unchanged(shadows, parameters):
+            if self._marks_of(shadows, parameters) != self._marks:
                 self._bind(shadows, parameters)
         assert self._memory is not None
         self._memory.sources = list(parameters)
@@ -52,40 +54,34 @@ class ParameterList:
         finally:
             self._memory.sources = []
 
-    def _unchanged(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> bool:
-        return (
-            self._memory is not None
-            and self._marks_of(shadows) == self._marks_of_shadows
-            and self._marks_of(parameters) == self._marks
-            and (not self._copy_frozen or list(map(_requires_grad, parameters)) == self._trained)
-        )
-
     def _bind(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-        self._memory = None
+        self._marks = None  # nothing is known until all is
         check(shadows, parameters)
-        self._trained = list(map(_requires_grad, parameters))
         rows = [
-            AveragedTensor(f"parameter {i}", p, e, fate="copy" if self._copy_frozen and not trained else "average")
-            for i, (e, p, trained) in enumerate(zip(shadows, parameters, self._trained, strict=True))
+            AveragedTensor(
+                f"parameter {i}", p, e, fate="average" if p.requires_grad or not self._copy_frozen else "copy"
+            )
+            for i, (e, p) in enumerate(zip(shadows, parameters, strict=True))
         ]
         if not self._warned:
             self._warned = True
             averages = [row.average for row in rows if row.fate == "average"]
             warn_of_rounding(averages, "Keep them in float32: to(dtype=torch.float32)")
-        bound = GivenMemory(rows, self._rule)
+        self._memory = GivenMemory(rows, self._rule)
         self._sharded = any(map(_is_sharded, parameters))
-        self._marks_of_shadows, self._marks = self._marks_of(shadows), self._marks_of(parameters)
-        self._memory = bound
+        self._marks = self._marks_of(shadows, parameters)
 
-    def _marks_of(self, parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
-        """Of subclasses the marks tell no more than addresses."""
-        memory = _locals(parameters) if self._sharded else list(parameters)
-        return MARKS.of(memory), [(tuple(t.shape), t.stride(), t.dtype) for t in memory if type(t) not in _MARKED]
+    def _marks_of(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
+        """What an update compares. Of subclasses the marks tell no more than addresses."""
+        lists = (_locals(shadows), _locals(parameters)) if self._sharded else (shadows, parameters)
+        trained = list(map(_requires_grad, parameters)) if self._copy_frozen else []
+        subclasses = [(tuple(t.shape), t.stride(), t.dtype) for t in chain(*lists) if type(t) not in _MARKED]
+        return *map(MARKS.of, lists), subclasses, trained
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies pair anew."""
         kept = {name: getattr(self, name) for name in ("_rule", "_copy_frozen", "_warned")}
-        return {**kept, "_memory": None}
+        return {**kept, "_memory": None, "_marks": None, "_sharded": False}
 
 
 def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

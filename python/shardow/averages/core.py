@@ -29,7 +29,7 @@ from shardow.averages.torch_rules import OtherMemory
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, follow_source, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import RankGroup, Step, equal_facts, equal_states
+from shardow.distributed.rank_group import Combined, RankGroup, Step, equal_facts, equal_states
 from shardow.files.reading import choose
 from shardow.model import storage
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
@@ -40,8 +40,6 @@ from shardow.model.swap_guard import read, refuse_foreign
 from shardow.model.view import find
 
 T = TypeVar("T")
-Facts = Mapping[str, Any]  # JSON values by name
-Asked = Callable[[], Facts]
 
 _NO_GRAPH = "PyTorch's operations make the updates, which no graph repeats; call update() after each replay"
 
@@ -142,24 +140,18 @@ class Averages:
     def splits(self) -> bool:
         return self.options.replicas == "split" and any(one.local.replicas for one in self.tracked)
 
-    def together(self, what: str, fn: Callable[[], T], asked: Asked = dict, overwrites: bool = False) -> T:
-        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
-        updates. ``asked()``: what the call was asked for, which must be equal on all ranks. ``overwrites``: replicas
-        that divide the work are about to overwrite each other's weights, which must be the same."""
+    def ready_to_swap(self, decay: object, what: str, fn: Callable[[int], T]) -> T:
+        """fn(k) on every rank before weights are overwritten, or an error on all: also where some have made fewer
+        updates, or replicas that divide the work, and would overwrite each other's weights, have other ones. ``k``: the
+        place of the average that ``decay`` names."""
 
         def prepare() -> Step[T]:
-            self._raise_non_finite()
-            facts = asked()
-            made = fn()
-            weights = [common_of(row.local) for row in self.tracked_weights()] if overwrites and self.splits else []
+            made = fn(choose(self.keys, decay))
+            weights = [common_of(row.local) for row in self.tracked_weights()] if self.splits else []
             way_out = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
-            return Step(made, [equal_copies(what, weights, self.ranks, way_out), self.states(what, facts)])
+            return Step(made, [equal_copies(what, weights, self.ranks, way_out), self.states(what, decay=decay)])
 
         return self.ranks.step(what, prepare)
-
-    def asked(self, decay: object, **facts: Any) -> Asked:
-        """That the average of ``decay`` is meant, and no other on any rank."""
-        return lambda: {"decay": self.keys[choose(self.keys, decay)], **facts}
 
     def _raise_non_finite(self) -> None:
         """With several ranks: one that raised alone, in update(), would leave the others waiting."""
@@ -170,29 +162,28 @@ class Averages:
         where = f"at step {step}, {elements} weights on rank {self.ranks.rank}"
         raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
 
-    def ready_to_swap(self, decay: object, what: str, fn: Callable[[int], T]) -> T:
-        """together() before weights are overwritten; fn() is told which average ``decay`` is."""
-        return self.together(what, lambda: fn(choose(self.keys, decay)), self.asked(decay), overwrites=True)
-
-    def states(self, what: str, facts: Facts) -> _core.EqualStates:
-        """Returns the comparison of the averages' states on their ranks."""
+    def states(self, what: str, **facts: Any) -> _core.EqualStates:
+        """Returns the comparison of the averages' states on their ranks, and of what the call was asked for. May
+        raise."""
+        self._raise_non_finite()
+        if "decay" in facts:
+            facts["decay"] = self.keys[choose(self.keys, facts["decay"])]
         if self.unfrozen is not None:
             self.unfrozen.look(everywhere=True)
         return equal_states(what, self.ranks, self.engine.state(), facts)
 
     def handing_out(
-        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
+        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, **facts: Any
     ) -> Step[_core.EqualStates]:
         """Returns the step before one rank's bytes stand for all that hold the same; its value has the state of all
-        ranks in the end. ``others``: what of the model is handed out too, wherever it lies now. ``asked()``: as
-        together()'s. May raise."""
-        common, facts = self.handed_out(what), asked()
+        ranks in the end. ``others``: what of the model is handed out too, wherever it lies now. May raise."""
+        common = self.handed_out(what)
         if others is not None:
             self.swap.ready(what)
             self.view.refuse_written()
             weights = set(self.view.parameters)
             common += [common_of(local) for local in others() if local in weights]
-        states = self.states(what, facts)
+        states = self.states(what, **facts)
         return Step(states, [equal_copies(what, common, self.ranks), states])
 
     def tracked_weights(self) -> list[Tracked]:
@@ -204,7 +195,6 @@ class Averages:
         """Returns what other ranks should have too: averages, or where ranks divide them the weights that they follow.
         May raise.
         """
-        self._raise_non_finite()
         self.swap.refuse(what)
         if self.ranks.size == 1:
             return []
@@ -312,7 +302,7 @@ class Averages:
     def reset(self) -> None:
         """See EMA.reset()."""
 
-        def ready() -> None:
+        def ready() -> Step[None]:
             self.swap.refuse_swapped("reset()")
             try:
                 self.wait()
@@ -320,8 +310,9 @@ class Averages:
                 # Averages that such an update has left half done are refused to all other calls.
                 self._engine.reset()
             self.swap.ready("reset()")
+            return Step(None, [self.states("reset()")])
 
-        self.together("reset()", ready)
+        self.ranks.step("reset()", ready)
         self.swap.gather()
         self.engine.restart()
         self.go_on_from(None)
@@ -370,9 +361,14 @@ class Averages:
 
     def distance(self, decay: object) -> float:
         """See EMA.distance()."""
-        self.together("distance()", lambda: self.swap.ready("distance()"), self.asked(decay))
-        self.swap.gather()
-        return _state.distance(self.tracked, choose(self.keys, decay), self.ranks)
+
+        def prepare() -> Step[Combined]:
+            self.swap.ready("distance()")
+            self.swap.gather()
+            squares = _state.squares(self.tracked, choose(self.keys, decay), self.ranks)
+            return Step(squares, [self.states("distance()", decay=decay), squares])
+
+        return float(self.ranks.step("distance()", prepare).total)
 
     def begin(self) -> None:
         """The averages become the weights; counters stay. Local."""

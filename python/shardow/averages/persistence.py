@@ -198,7 +198,7 @@ def export(
     ranks = averages.ranks
 
     def find() -> engine.SaveStep:
-        compared = averages.handing_out("export()", averages.others, averages.asked(decay)).compared
+        compared = averages.handing_out("export()", averages.others, decay=decay).compared
         k, others = choose(averages.keys, decay), averages.others()
         refuse_all_odd(others)
         own = {row.name: row.local.tensor.dtype for row in averages.tracked}

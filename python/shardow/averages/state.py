@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from shardow.averages.tracked import Tracked
 from shardow.base.checks import invalid
 from shardow.distributed import gather
-from shardow.distributed.rank_group import RankGroup
+from shardow.distributed.rank_group import Combined, RankGroup
 from shardow.model.dtensor import region_of
 from shardow.model.match import Fit, compare
 from shardow.model.piece import Piece
@@ -106,8 +105,9 @@ def options_in(engine_state: str) -> str:
     return ", ".join(f"{name}={state[name]}" for name in ("rule", *unusual) if state[name] != unusual.get(name))
 
 
-def distance(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> float:
-    """|average - weights| / |weights|; every element counted on one rank, by its owner."""
+def squares(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> Combined:
+    """Returns what makes |average - weights| / |weights| of all ranks' squares, as text; every element counted on one
+    rank, by its owner."""
     apart, length = 0.0, 0.0
     for one in tracked:
         if not _owned(one, ranks):
@@ -118,11 +118,10 @@ def distance(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> float:
             length += float(weight.square().sum())
 
     def ratio(texts: list[bytes]) -> bytes:
-        sums = [struct.unpack("dd", text) for text in texts]
-        apart, length = (math.fsum(squares) for squares in zip(*sums, strict=True))
-        return struct.pack("d", math.sqrt(apart / length) if length > 0 else 0.0)
+        apart, length = (math.fsum(squares) for squares in zip(*map(json.loads, texts), strict=True))
+        return repr(math.sqrt(apart / length) if length > 0 else 0.0).encode()
 
-    return float(struct.unpack("d", ranks.combine("distance()", lambda: struct.pack("dd", apart, length), ratio))[0])
+    return Combined(json.dumps([apart, length]).encode(), ratio)
 
 
 def _owned(one: Tracked, ranks: RankGroup) -> bool:

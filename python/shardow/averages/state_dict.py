@@ -100,8 +100,8 @@ def gather(averages: Averages, decay: Decay | None, complete: bool) -> dict[str,
     what = "full_state_dict()"
 
     def prepare() -> Step[dict[str, torch.Tensor]]:
-        asked = averages.asked(decay, complete=bool(complete))
-        compared = averages.handing_out(what, averages.others if complete else None, asked).compared
+        others = averages.others if complete else None
+        compared = averages.handing_out(what, others, decay=decay, complete=bool(complete)).compared
         return Step(_without_elements(averages) if complete else {}, compared)
 
     odd = averages.ranks.step(what, prepare)

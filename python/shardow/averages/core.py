@@ -70,7 +70,9 @@ class Averages:
         if any(one.stretched for one in self.tracked):
             share_out("EMA(...)", self.tracked, self.ranks)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.ranks, self.splits)
-        self.lineage: Lineage | None = None  # once snapshots are taken, or a state was loaded of a run that took some
+        self.lineage = (
+            Lineage()
+        )  # with a record once snapshots are taken, or a state was loaded of a run that took some
         # By directory; forgotten where the counters are replaced.
         self.snapshots: dict[Path, Any] = {}
         self._warned = False
@@ -315,10 +317,10 @@ class Averages:
         self.ranks.step("reset()", ready)
         self.swap.gather()
         self.engine.restart()
-        self.go_on_from(None)
+        self.go_on_from(Lineage())
         self._warned = False
 
-    def go_on_from(self, lineage: Lineage | None) -> None:
+    def go_on_from(self, lineage: Lineage) -> None:
         """Counters have been replaced: what snapshots are taken from here on is said anew."""
         self.snapshots.clear()
         self.lineage = lineage

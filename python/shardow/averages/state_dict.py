@@ -27,7 +27,8 @@ Decay = float | str | _core.Schedule
 def make(averages: Averages) -> dict[str, Any]:
     """See EMA.state_dict()."""
     each = [averages.averages(k) for k in range(len(averages.keys))]
-    state = lineage.with_record(averages.engine.state(), averages.lineage, averages.engine, averages.keys)
+    record = averages.lineage.to_save(averages.engine, averages.keys)
+    state = lineage.with_record(averages.engine.state(), record)
     return {"averages": each[0] if len(each) == 1 else dict(zip(averages.keys, each, strict=True)), "state": state}
 
 

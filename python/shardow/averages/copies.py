@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardow import _core
+from shardow.averages.replicas import Exchange
 from shardow.base.checks import unsupported, warn
 from shardow.distributed.gather import Gatherer, take
 from shardow.files.reading import choose
@@ -92,5 +93,6 @@ def write(core: Averages, fill: Callable[[], None]) -> None:
     core.swap.gather()
     fill()
     core.swap.scatter()
-    core.share(core.tracked)
+    if core.splits:
+        Exchange(core.tracked).run(core.ranks.timeout)
     core.view.written()

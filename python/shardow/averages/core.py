@@ -4,10 +4,8 @@ together.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +20,7 @@ from shardow.averages.attach import Samples
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.lineage import Lineage
 from shardow.averages.options import make_options
-from shardow.averages.replicas import Exchange, share_out
+from shardow.averages.replicas import share_out
 from shardow.averages.swap import Swap
 from shardow.averages.teacher import Teacher, copy_over
 from shardow.averages.torch_rules import OtherMemory
@@ -378,40 +376,19 @@ class Averages:
         self.engine.reset()
         self._written()
 
-    def share(self, written: Sequence[Tracked]) -> None:
-        """Ranks that divide the averages send each other the parts of weights that each of them wrote. Collective
-        then."""
-        if self.splits:
-            Exchange(written).run(self.ranks.timeout)
-
-    @contextlib.contextmanager
-    def or_as_before(self) -> Iterator[None]:
-        """Where the block raises, counters and options are what they were: this rank's state was good, another's was
-        not.
-        """
-        before = self.engine.state()
-        try:
-            yield
-        except BaseException:
-            if self.engine.state() != before:
-                self.engine.set_state(before)
-            raise
-
-    @cached_property
-    def _parts(self) -> list[list[Part]]:
-        return [[Part(one.name, one.averages[k], one.region) for one in self.tracked] for k in range(len(self.keys))]
-
     def parts(self, k: int = 0, saving: bool = False) -> list[Part]:
         """This rank's part of each average, as files and gatherers take it. ``saving``: of those that are saved from
         this rank.
         """
-        pairs = zip(self._parts[k], self.tracked, strict=True)
-        return [part for part, one in pairs if not saving or one.local.counts_on(self.ranks.rank)]
+        rows = (row for row in self.tracked if not saving or row.local.counts_on(self.ranks.rank))
+        return [Part(row.name, row.averages[k], row.region) for row in rows]
 
-    def held(self, k: int = 0, complete: bool = False) -> Held:
-        """Returns this rank's part of average ``k``; ``complete``: and of all else that a complete model has."""
+    def held(self, k: int = 0, complete: bool = False, saving: bool = False) -> Held:
+        """Returns this rank's part of average ``k``; ``complete``: and of all else that a complete model has.
+        ``saving``: as parts()."""
         others = [local for local in self.others() if not oddity(local.tensor)] if complete else []
-        parts = self.parts(k) + [Part(local.name, local.flat(), local.region) for local in others]
+        counted = (local for local in others if not saving or local.counts_on(self.ranks.rank))
+        parts = self.parts(k, saving) + [Part(local.name, local.flat(), local.region) for local in counted]
         names = {local.name: (local.name, *local.aliases) for local in (*(row.local for row in self.tracked), *others)}
         return Held(parts, names, self.ranks.process_group)
 

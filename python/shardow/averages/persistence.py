@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -169,9 +170,8 @@ def load(
 ) -> Report:  # fmt: skip
     """See EMA.load()."""
     loading = _FileLoad(averages, path, bool(strict), bool(verify), options)
-    with averages.or_as_before():
+    with contextlib.ExitStack() as loading.begun:
         reports = loading.run(path, averages.ranks, verify=bool(verify), progress=progress)
-        loading.taking.finish()
     names = {list_: [*dict.fromkeys(chain(*(one[list_] for one in reports)))] for list_ in ("missing", "unexpected")}
     bytes_read, seconds = sum(one["bytes_read"] for one in reports), max(one["seconds"] for one in reports)
     return {**names, "bytes_read": bytes_read, "seconds": seconds}
@@ -188,11 +188,9 @@ def export(
         compared = averages.handing_out("export()", averages.others, decay=decay).compared
         k, others = choose(averages.keys, decay), averages.others()
         refuse_all_odd(others)
-        own = {row.name: row.local.tensor.dtype for row in averages.tracked}
-        own |= {local.name: local.tensor.dtype for local in others}
-        parts = averages.parts(k, saving=True)
-        parts += [Part(local.name, local.flat(), local.region) for local in others if local.counts_on(ranks.rank)]
-        parts, cast = engine.in_dtypes(parts, own, dtypes.floating(dtype))
+        own = {local.name: local.tensor.dtype for local in (*(row.local for row in averages.tracked), *others)}
+        held = averages.held(k, complete=True, saving=True)
+        parts, cast = engine.in_dtypes(held.parts, own, dtypes.floating(dtype))
         if pretrained and (form := saved_form(averages.view)):
             parts = form.parts(parts)
         extra = extra_states(averages.view.model) if ranks.rank == 0 else {}
@@ -206,6 +204,8 @@ def export(
 class _FileLoad(engine.Load):
     """EMA.load() of one rank."""
 
+    begun: contextlib.ExitStack
+
     def __init__(
         self, averages: Averages, path: paths.StrPath, strict: bool, verify: bool, options: OptionsFrom
     ) -> None:
@@ -215,18 +215,18 @@ class _FileLoad(engine.Load):
     def look(self) -> list[Comparison]:
         self._averages.swap.refuse("load()")
         self._where = paths.to_read(self._path)
-        self.taking = Taking(self._averages, self._options)
+        self._taking = Taking(self._averages, self._options)
         return [equal_facts("load()", {**self._facts, "path": self._where}, self._averages.ranks)]
 
     def find(self) -> tuple[str, list[str], bytes]:
-        return self._where, self.taking.loading.names_at(self._where), b""
+        return self._where, self._taking.loading.names_at(self._where), b""
 
     def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
-        self.taking.look(files[0].metadata, len(files), self._where)
+        self._taking.look(files[0].metadata, len(files), self._where)
         return [(self._averages.parts(k), self._strict) for k in range(len(files))]
 
     def begin(self, _: list[Report]) -> None:
-        self.taking.begin("load()", self._averages.ranks.rank)
+        self.begun.enter_context(self._taking.begun("load()"))
 
 
 def to_save_beside(

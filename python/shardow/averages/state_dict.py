@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -36,7 +37,7 @@ def make(averages: Averages) -> dict[str, Any]:
 def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: OptionsFrom) -> dict[str, list[str]]:
     """See EMA.load_state_dict()."""
 
-    def check() -> Step[tuple[Taking, list[_state.Copy], dict[str, list[str]]]]:
+    def check() -> Step[tuple[list[_state.Copy], dict[str, list[str]]]]:
         averages.swap.refuse("load_state_dict()")
         text = _state.engine_state(instance("state", state, Mapping))
         taking = Taking(averages, options)
@@ -44,20 +45,19 @@ def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: Op
         parts = [averages.parts(k) for k in range(len(keys))]
         checked = _state.check("load_state_dict()", state, parts, keys, strict)
         taking.look(lineage.metadata_of(text), len(keys), "the state")
-        taking.begin("load_state_dict()", 0)  # all of the counts, which are this rank's own
+        begun.enter_context(taking.begun("load_state_dict()", all_counts=True))  # they are this rank's own
         facts = {"strict": bool(strict), "options": str(options)}
-        return Step((taking, *checked), [equal_facts("load_state_dict()", facts, averages.ranks)])
+        return Step(checked, [equal_facts("load_state_dict()", facts, averages.ranks)])
 
-    with averages.or_as_before():
-        taking, copies, report = averages.ranks.step("load_state_dict()", check)
-    for copy_ in copies:
-        copy_()
-    taking.finish()
+    with contextlib.ExitStack() as begun:
+        copies, report = averages.ranks.step("load_state_dict()", check)
+        for copy_ in copies:
+            copy_()
     return report
 
 
 class Taking:
-    """Averages that go on from saved ones: what one rank does in a load, within or_as_before()."""
+    """Averages that go on from saved ones: what one rank does in a load."""
 
     def __init__(self, averages: Averages, options: OptionsFrom) -> None:
         self._averages = averages
@@ -74,21 +74,25 @@ class Taking:
         lineage.check(self._record, files, where)
         self.loading.look(dict(metadata), files, where)
 
-    def begin(self, what: str, rank: int) -> None:
-        """Takes the state, of what all ranks counted together the part of ``rank``. Warns on rank 0 of options that are
-        others now."""
-        self.loading.begin(rank)
-        if self.loading.changed and self._averages.ranks.rank == 0:
-            differences = "; ".join(
-                f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
-                for name, saved, before in self.loading.changed
-            )
-            now = "What is there is in force now (but the dtype, which stays)"
-            warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
-
-    def finish(self) -> None:
-        """On every rank, when all have read."""
+    @contextlib.contextmanager
+    def begun(self, what: str, all_counts: bool = False) -> Iterator[None]:
+        """Takes the state, of what all ranks counted together this rank's part, or ``all_counts``. Warns on rank 0 of
+        options that are others now. Where the block, in which all read, raises, counters and options are what they
+        were."""
         averages = self._averages
+        self.loading.begin(0 if all_counts else averages.ranks.rank)
+        try:
+            if self.loading.changed and averages.ranks.rank == 0:
+                differences = "; ".join(
+                    f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
+                    for name, saved, before in self.loading.changed
+                )
+                now = "What is there is in force now (but the dtype, which stays)"
+                warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
+            yield
+        except BaseException:
+            self.loading.give_up()
+            raise
         averages.go_on_from(lineage.taken(averages.engine, self._record, self._state, averages.keys))
 
 

@@ -4,7 +4,9 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +17,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core, errors
-from shardow.averages import state as _state
 from shardow.averages.attach import Samples
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.lineage import Lineage
@@ -34,11 +35,13 @@ from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copi
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.names import unwrapped
 from shardow.model.parts import Held
+from shardow.model.piece import Piece
 from shardow.model.swap_guard import read, refuse_foreign
 from shardow.model.view import find
 
 T = TypeVar("T")
 
+_CHUNK = 1 << 20  # elements of a temporary
 _NO_GRAPH = "PyTorch's operations make the updates, which no graph repeats; call update() after each replay"
 
 
@@ -329,7 +332,12 @@ class Averages:
     def averages(self, k: int = 0) -> dict[str, torch.Tensor]:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
         self.swap.refuse("state_dict()")
-        return {one.name: _state.as_tensor(one, k) for one in self.tracked}
+        return {
+            row.name: row.averages[k].view(tuple(row.region.shape))
+            if row.is_whole
+            else Piece(row.averages[k], row.region)
+            for row in self.tracked
+        }
 
     @property
     def step(self) -> int:
@@ -351,7 +359,9 @@ class Averages:
         return {**figures, **{"decay" if len(decays) == 1 else f"decay/{k}": decay for k, decay in enumerate(decays)}}
 
     def __repr__(self) -> str:
-        figures, options = self.engine.stats(), _state.options_in(self.engine.state())
+        figures, state = self.engine.stats(), json.loads(self.engine.state())
+        usual = {"rounding": "auto", "dtype": "F32", "update_every": 1, "start_step": 0, "seed": "0"}
+        options = ", ".join(f"{name}={state[name]}" for name in ("rule", *usual) if state[name] != usual.get(name))
         compiler, device, seconds = _core.cuda_compiler()
         kernels = f", kernels for {device} compiled by {compiler} in {seconds:.1f} s" if compiler else ""
         return (
@@ -365,7 +375,7 @@ class Averages:
         def prepare() -> Step[Combined]:
             self.swap.ready("distance()")
             self.swap.gather()
-            squares = _state.squares(self.tracked, choose(self.keys, decay), self.ranks)
+            squares = _squares(self.tracked, choose(self.keys, decay), self.ranks)
             return Step(squares, [self.states("distance()", decay=decay), squares])
 
         return float(self.ranks.step("distance()", prepare).total)
@@ -409,3 +419,31 @@ class Averages:
             way_out = "Save it with save(), or take its state_dict() and load that into another EMA of such a model"
             raise unsupported(f"an EMA on {self.ranks.size} ranks can't be {how}: each has a part. {way_out}")
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}
+
+
+def _squares(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> Combined:
+    """Returns what makes |average - weights| / |weights| of all ranks' squares, as text; every element counted on one
+    rank, by its owner."""
+    apart, length = 0.0, 0.0
+    for one in tracked:
+        if not _owned(one, ranks):
+            continue
+        for average, weight in zip(one.averages[k].split(_CHUNK), one.sources().split(_CHUNK), strict=True):
+            weight = weight.to(average.device).double()
+            apart += float((average.double() - weight).square().sum())
+            length += float(weight.square().sum())
+
+    def ratio(texts: list[bytes]) -> bytes:
+        apart, length = (math.fsum(squares) for squares in zip(*map(json.loads, texts), strict=True))
+        return repr(math.sqrt(apart / length) if length > 0 else 0.0).encode()
+
+    return Combined(json.dumps([apart, length]).encode(), ratio)
+
+
+def _owned(one: Tracked, ranks: RankGroup) -> bool:
+    """False for what another rank counts: copies on all replicas but the first, and whole tensors that every rank
+    holds.
+    """
+    divided = one.stretched or one.region.size < one.local.region.size
+    copied = not divided and any(index > 0 for _, index, _ in one.local.replicas)
+    return one.local.counts_on(ranks.rank) and not copied

@@ -75,15 +75,13 @@ def _placed(local: LocalTensor, tensor: torch.Tensor, first: int, counted: str =
     size = tensor.numel()
     if size == 0:
         return local.region.window(0, 0), 0
-    if counted not in ("global", "local") or first < 0:
-        stretch = f"({size} elements, {first}, {counted!r})"
-        raise invalid(f"source= of '{local.name}': {stretch}; the first is counted 'global' or 'local'")
     begin, end = first, first + size
-    if counted == "global":
+    if counted == "global" and first >= 0:
         begin, end = local.region.position(begin), local.region.position(end)
-    if end - begin != size or end > local.region.size:
+    if counted not in ("global", "local") or begin < 0 or end - begin != size or end > local.region.size:
         asked = f"elements [{first}, {first + size}), counted {counted}"
-        raise invalid(f"source= of '{local.name}': {asked}, are not all on this rank, which holds {local.region}")
+        holds = f"are not all on this rank, which holds {local.region}; they are counted 'global' or 'local'"
+        raise invalid(f"source= of '{local.name}': {asked}, {holds}")
     return local.region.window(begin, end), begin
 
 

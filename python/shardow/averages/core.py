@@ -391,7 +391,7 @@ class Averages:
         this rank.
         """
         rows = (row for row in self.tracked if not saving or row.local.counts_on(self.ranks.rank))
-        return [Part(row.name, row.averages[k], row.region) for row in rows]
+        return [Part(row.local.name, row.averages[k], row.region) for row in rows]
 
     def held(self, k: int = 0, complete: bool = False, saving: bool = False) -> Held:
         """Returns this rank's part of average ``k``; ``complete``: and of all else that a complete model has.

@@ -235,7 +235,7 @@ class EMA:
 
     def swap_in(self, decay: Decay | None = None) -> None:
         """The beginning of swapped(), for frameworks with callbacks: the same transaction. Collective."""
-        self.swapped(decay).__enter__()
+        self._averages.swap.enter(functools.partial(self._averages.ready_to_swap, decay))
 
     def swap_out(self) -> None:
         """The end of swapped(), for frameworks with callbacks. Collective. Raises ValueError where nothing is swapped

@@ -94,7 +94,7 @@ class Tracked:
     local: LocalTensor
     region: _core.Region
     begin: int
-    _master: torch.Tensor | None = None  # what `source=` names, in the shape of the local region
+    _master: torch.Tensor | None = None  # what `source=` names, 1-D
     stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
     # By replica, (begin, end) in local memory of a stretched tensor.
     owners: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -159,9 +159,7 @@ class Tracked:
 
     def sources(self) -> torch.Tensor:
         """The same part of what is averaged: where the engine reads."""
-        if self.stage is not None and not self.mastered:
-            return self.stage
-        return self.source if self.stretched else self._part(self.source.view(-1))
+        return self.weights() if self._master is None else self._part(self._master)
 
     def view(self, tensor: torch.Tensor) -> _core.TensorView:
         """The engine's description of this rank's part in ``tensor``, contiguous torch memory."""

@@ -80,6 +80,7 @@ void bind_ema(nb::module_& m) {
       .def("look", &ema::Loading::look, "metadata"_a, "files"_a, "where"_a,
            "Raises what does not fit. `metadata`: of the first of so many files.")
       .def("begin", &ema::Loading::begin, "rank"_a, "Takes the state.")
+      .def("give_up", &ema::Loading::give_up, "Makes the state what it was before begin().")
       .def_prop_ro(
           "changed",
           [](const ema::Loading& loading) {

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardow import _core
+from shardow.averages.replicas import Exchange
 from shardow.base.checks import unsupported, warn
 from shardow.distributed.gather import Gatherer, take
 from shardow.files.reading import choose
@@ -19,7 +21,8 @@ from shardow.model.swap_guard import refuse_foreign
 from shardow.model.view import find
 
 if TYPE_CHECKING:
-    from shardow.averages.core import Averages, Facts
+    from shardow.averages.core import Averages
+    from shardow.distributed.rank_group import Step
 
 
 @torch.no_grad()
@@ -28,7 +31,7 @@ def copy_to(core: Averages, model: nn.Module, decay: object, complete: bool = Tr
     target = find(model, group=core.view.process_group, odd=True)
     places = {one.name: one for one in [*target.parameters, *target.buffers]}
 
-    def check() -> Facts:
+    def prepare() -> Step[_core.EqualStates]:
         core.swap.ready("copy_to()")
         refuse_foreign("copy_to()", lambda: [one.tensor for one in target.as_it_is_now()], writes=True)
         shapes = {row.name: row.local.region.shape for row in core.tracked}
@@ -38,10 +41,9 @@ def copy_to(core: Averages, model: nn.Module, decay: object, complete: bool = Tr
             if not oddity(place.tensor):
                 refuse_expanded(place.name, place.tensor)
         target.refuse_written()
-        return core.asked(decay)()
+        return core.handing_out("copy_to()", core.others if complete else None, decay=decay)
 
-    others = core.others if complete else None
-    core.ranks.step("copy_to()", lambda: core.handing_out("copy_to()", others, check))
+    core.ranks.step("copy_to()", prepare)
     parts = core.held(choose(core.keys, decay), complete).parts
     devices = defaultdict(lambda: torch.device("cpu"), {name: place.tensor.device for name, place in places.items()})
     target.reshard()
@@ -91,5 +93,6 @@ def write(core: Averages, fill: Callable[[], None]) -> None:
     core.swap.gather()
     fill()
     core.swap.scatter()
-    core.share(core.tracked)
+    if core.splits:
+        Exchange(core.tracked).run(core.ranks.timeout)
     core.view.written()

@@ -4,10 +4,10 @@ together.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,32 +17,31 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core, errors
-from shardow.averages import state as _state
 from shardow.averages.attach import Samples
 from shardow.averages.cuda_streams import Streams, with_memory
 from shardow.averages.lineage import Lineage
 from shardow.averages.options import make_options
-from shardow.averages.replicas import Exchange, share_out
+from shardow.averages.replicas import share_out
 from shardow.averages.swap import Swap
 from shardow.averages.teacher import Teacher, copy_over
 from shardow.averages.torch_rules import OtherMemory
 from shardow.averages.tracked import Source, Tracked, Unfrozen, common_weight, facts_of, track
 from shardow.base.checks import invalid, seconds, unsupported, warn
 from shardow.distributed.gather import Part
-from shardow.distributed.rank_group import RankGroup, Step, equal_facts, equal_states
+from shardow.distributed.rank_group import Combined, RankGroup, Step, equal_facts, equal_states
 from shardow.files.reading import choose
 from shardow.model import storage
 from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
 from shardow.model.local import LocalTensor, oddity
 from shardow.model.names import unwrapped
 from shardow.model.parts import Held
+from shardow.model.piece import Piece
 from shardow.model.swap_guard import read, refuse_foreign
 from shardow.model.view import find
 
 T = TypeVar("T")
-Facts = Mapping[str, Any]  # JSON values by name
-Asked = Callable[[], Facts]
 
+_CHUNK = 1 << 20  # elements of a temporary
 _NO_GRAPH = "PyTorch's operations make the updates, which no graph repeats; call update() after each replay"
 
 
@@ -72,7 +71,8 @@ class Averages:
         if any(one.stretched for one in self.tracked):
             share_out("EMA(...)", self.tracked, self.ranks)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.ranks, self.splits)
-        self.lineage: Lineage | None = None  # once snapshots are taken, or a state was loaded of a run that took some
+        #: Has a record once snapshots are taken, or a state was loaded of a run that took some.
+        self.lineage = Lineage()
         # By directory; forgotten where the counters are replaced.
         self.snapshots: dict[Path, Any] = {}
         self._warned = False
@@ -142,24 +142,18 @@ class Averages:
     def splits(self) -> bool:
         return self.options.replicas == "split" and any(one.local.replicas for one in self.tracked)
 
-    def together(self, what: str, fn: Callable[[], T], asked: Asked = dict, overwrites: bool = False) -> T:
-        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
-        updates. ``asked()``: what the call was asked for, which must be equal on all ranks. ``overwrites``: replicas
-        that divide the work are about to overwrite each other's weights, which must be the same."""
+    def ready_to_swap(self, decay: object, what: str, fn: Callable[[int], T]) -> T:
+        """fn(k) on every rank before weights are overwritten, or an error on all: also where some have made fewer
+        updates, or replicas that divide the work, and would overwrite each other's weights, have other ones. ``k``: the
+        place of the average that ``decay`` names."""
 
         def prepare() -> Step[T]:
-            self._raise_non_finite()
-            facts = asked()
-            made = fn()
-            weights = [common_of(row.local) for row in self.tracked_weights()] if overwrites and self.splits else []
+            made = fn(choose(self.keys, decay))
+            weights = [common_of(row.local) for row in self.tracked_weights()] if self.splits else []
             way_out = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
-            return Step(made, [equal_copies(what, weights, self.ranks, way_out), self.states(what, facts)])
+            return Step(made, [equal_copies(what, weights, self.ranks, way_out), self.states(what, decay=decay)])
 
         return self.ranks.step(what, prepare)
-
-    def asked(self, decay: object, **facts: Any) -> Asked:
-        """That the average of ``decay`` is meant, and no other on any rank."""
-        return lambda: {"decay": self.keys[choose(self.keys, decay)], **facts}
 
     def _raise_non_finite(self) -> None:
         """With several ranks: one that raised alone, in update(), would leave the others waiting."""
@@ -170,29 +164,28 @@ class Averages:
         where = f"at step {step}, {elements} weights on rank {self.ranks.rank}"
         raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
 
-    def ready_to_swap(self, decay: object, what: str, fn: Callable[[int], T]) -> T:
-        """together() before weights are overwritten; fn() is told which average ``decay`` is."""
-        return self.together(what, lambda: fn(choose(self.keys, decay)), self.asked(decay), overwrites=True)
-
-    def states(self, what: str, facts: Facts) -> _core.EqualStates:
-        """Returns the comparison of the averages' states on their ranks."""
+    def states(self, what: str, **facts: Any) -> _core.EqualStates:
+        """Returns the comparison of the averages' states on their ranks, and of what the call was asked for. May
+        raise."""
+        self._raise_non_finite()
+        if "decay" in facts:
+            facts["decay"] = self.keys[choose(self.keys, facts["decay"])]
         if self.unfrozen is not None:
             self.unfrozen.look(everywhere=True)
         return equal_states(what, self.ranks, self.engine.state(), facts)
 
     def handing_out(
-        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, asked: Asked = dict
+        self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, **facts: Any
     ) -> Step[_core.EqualStates]:
         """Returns the step before one rank's bytes stand for all that hold the same; its value has the state of all
-        ranks in the end. ``others``: what of the model is handed out too, wherever it lies now. ``asked()``: as
-        together()'s. May raise."""
-        common, facts = self.handed_out(what), asked()
+        ranks in the end. ``others``: what of the model is handed out too, wherever it lies now. May raise."""
+        common = self.handed_out(what)
         if others is not None:
             self.swap.ready(what)
             self.view.refuse_written()
             weights = set(self.view.parameters)
             common += [common_of(local) for local in others() if local in weights]
-        states = self.states(what, facts)
+        states = self.states(what, **facts)
         return Step(states, [equal_copies(what, common, self.ranks), states])
 
     def tracked_weights(self) -> list[Tracked]:
@@ -204,7 +197,6 @@ class Averages:
         """Returns what other ranks should have too: averages, or where ranks divide them the weights that they follow.
         May raise.
         """
-        self._raise_non_finite()
         self.swap.refuse(what)
         if self.ranks.size == 1:
             return []
@@ -304,7 +296,7 @@ class Averages:
     def reset(self) -> None:
         """See EMA.reset()."""
 
-        def ready() -> None:
+        def ready() -> Step[None]:
             self.swap.refuse_swapped("reset()")
             try:
                 self.wait()
@@ -312,14 +304,15 @@ class Averages:
                 # Averages that such an update has left half done are refused to all other calls.
                 self._engine.reset()
             self.swap.ready("reset()")
+            return Step(None, [self.states("reset()")])
 
-        self.together("reset()", ready)
+        self.ranks.step("reset()", ready)
         self.swap.gather()
         self.engine.restart()
-        self.go_on_from(None)
+        self.go_on_from(Lineage())
         self._warned = False
 
-    def go_on_from(self, lineage: Lineage | None) -> None:
+    def go_on_from(self, lineage: Lineage) -> None:
         """Counters have been replaced: what snapshots are taken from here on is said anew."""
         self.snapshots.clear()
         self.lineage = lineage
@@ -330,7 +323,12 @@ class Averages:
     def averages(self, k: int = 0) -> dict[str, torch.Tensor]:
         """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
         self.swap.refuse("state_dict()")
-        return {one.name: _state.as_tensor(one, k) for one in self.tracked}
+        return {
+            row.name: row.averages[k].view(tuple(row.region.shape))
+            if row.is_whole
+            else Piece(row.averages[k], row.region)
+            for row in self.tracked
+        }
 
     @property
     def step(self) -> int:
@@ -352,7 +350,9 @@ class Averages:
         return {**figures, **{"decay" if len(decays) == 1 else f"decay/{k}": decay for k, decay in enumerate(decays)}}
 
     def __repr__(self) -> str:
-        figures, options = self.engine.stats(), _state.options_in(self.engine.state())
+        figures, state = self.engine.stats(), json.loads(self.engine.state())
+        usual = {"rounding": "auto", "dtype": "F32", "update_every": 1, "start_step": 0, "seed": "0"}
+        options = ", ".join(f"{name}={state[name]}" for name in ("rule", *usual) if state[name] != usual.get(name))
         compiler, device, seconds = _core.cuda_compiler()
         kernels = f", kernels for {device} compiled by {compiler} in {seconds:.1f} s" if compiler else ""
         return (
@@ -362,9 +362,14 @@ class Averages:
 
     def distance(self, decay: object) -> float:
         """See EMA.distance()."""
-        self.together("distance()", lambda: self.swap.ready("distance()"), self.asked(decay))
-        self.swap.gather()
-        return _state.distance(self.tracked, choose(self.keys, decay), self.ranks)
+
+        def prepare() -> Step[Combined]:
+            self.swap.ready("distance()")
+            self.swap.gather()
+            squares = _squares(self.tracked, choose(self.keys, decay), self.ranks)
+            return Step(squares, [self.states("distance()", decay=decay), squares])
+
+        return float(self.ranks.step("distance()", prepare).total)
 
     def begin(self) -> None:
         """The averages become the weights; counters stay. Local."""
@@ -372,40 +377,19 @@ class Averages:
         self.engine.reset()
         self._written()
 
-    def share(self, written: Sequence[Tracked]) -> None:
-        """Ranks that divide the averages send each other the parts of weights that each of them wrote. Collective
-        then."""
-        if self.splits:
-            Exchange(written).run(self.ranks.timeout)
-
-    @contextlib.contextmanager
-    def or_as_before(self) -> Iterator[None]:
-        """Where the block raises, counters and options are what they were: this rank's state was good, another's was
-        not.
-        """
-        before = self.engine.state()
-        try:
-            yield
-        except BaseException:
-            if self.engine.state() != before:
-                self.engine.set_state(before)
-            raise
-
-    @cached_property
-    def _parts(self) -> list[list[Part]]:
-        return [[Part(one.name, one.averages[k], one.region) for one in self.tracked] for k in range(len(self.keys))]
-
     def parts(self, k: int = 0, saving: bool = False) -> list[Part]:
         """This rank's part of each average, as files and gatherers take it. ``saving``: of those that are saved from
         this rank.
         """
-        pairs = zip(self._parts[k], self.tracked, strict=True)
-        return [part for part, one in pairs if not saving or one.local.counts_on(self.ranks.rank)]
+        rows = (row for row in self.tracked if not saving or row.local.counts_on(self.ranks.rank))
+        return [Part(row.local.name, row.averages[k], row.region) for row in rows]
 
-    def held(self, k: int = 0, complete: bool = False) -> Held:
-        """Returns this rank's part of average ``k``; ``complete``: and of all else that a complete model has."""
+    def held(self, k: int = 0, complete: bool = False, saving: bool = False) -> Held:
+        """Returns this rank's part of average ``k``; ``complete``: and of all else that a complete model has.
+        ``saving``: as parts()."""
         others = [local for local in self.others() if not oddity(local.tensor)] if complete else []
-        parts = self.parts(k) + [Part(local.name, local.flat(), local.region) for local in others]
+        counted = (local for local in others if not saving or local.counts_on(self.ranks.rank))
+        parts = self.parts(k, saving) + [Part(local.name, local.flat(), local.region) for local in counted]
         names = {local.name: (local.name, *local.aliases) for local in (*(row.local for row in self.tracked), *others)}
         return Held(parts, names, self.ranks.process_group)
 
@@ -426,3 +410,31 @@ class Averages:
             way_out = "Save it with save(), or take its state_dict() and load that into another EMA of such a model"
             raise unsupported(f"an EMA on {self.ranks.size} ranks can't be {how}: each has a part. {way_out}")
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}
+
+
+def _squares(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> Combined:
+    """Returns what makes |average - weights| / |weights| of all ranks' squares, as text; every element counted on one
+    rank, by its owner."""
+    apart, length = 0.0, 0.0
+    for one in tracked:
+        if not _owned(one, ranks):
+            continue
+        for average, weight in zip(one.averages[k].split(_CHUNK), one.sources().split(_CHUNK), strict=True):
+            weight = weight.to(average.device).double()
+            apart += float((average.double() - weight).square().sum())
+            length += float(weight.square().sum())
+
+    def ratio(texts: list[bytes]) -> bytes:
+        apart, length = (math.fsum(squares) for squares in zip(*map(json.loads, texts), strict=True))
+        return repr(math.sqrt(apart / length) if length > 0 else 0.0).encode()
+
+    return Combined(json.dumps([apart, length]).encode(), ratio)
+
+
+def _owned(one: Tracked, ranks: RankGroup) -> bool:
+    """False for what another rank counts: copies on all replicas but the first, and whole tensors that every rank
+    holds.
+    """
+    divided = one.stretched or one.region.size < one.local.region.size
+    copied = not divided and any(index > 0 for _, index, _ in one.local.replicas)
+    return one.local.counts_on(ranks.rank) and not copied

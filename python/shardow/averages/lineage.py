@@ -9,7 +9,7 @@ update where it is called after each; else it takes them as spread evenly.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardow import _core, errors
@@ -29,7 +29,8 @@ class Counts(NamedTuple):
 
 
 class Lineage:
-    """``past``: segments of the processes before; ``seen``: the counts up to which all is told."""
+    """The record of one EMA, or none: ``past``: segments of the processes before; ``seen``: the counts up to which it
+    has all updates."""
 
     def __init__(self, past: Sequence[dict[str, Any]] = (), seen: Counts = Counts(0, 0, 0, 0.0)) -> None:  # noqa: B008
         self._past, self.seen = list(past), seen
@@ -51,7 +52,6 @@ class Lineage:
         schedules = dict(zip(keys, now["schedules"], strict=True))
         self._past = _renamed(self._segments(), keys)
         self._own = {"run": run, "start_step": now["start_step"], "schedules": schedules}
-        self._every = now["update_every"]
         self._in_samples = any(one["kind"] == "half_life_in_samples" for one in schedules.values())
         self._updates = []
 
@@ -78,13 +78,15 @@ class Lineage:
         numbers = 5 if self._in_samples else 3
         return [*self._past, {**self._own, "updates": [one[:numbers] for one in self._updates]}]
 
-    def to_save(self, engine: _core.Average, keys: Sequence[str]) -> str:
-        """The record up to now, for a state that is saved. Local."""
+    def to_save(self, engine: _core.Average, keys: Sequence[str]) -> dict[str, str]:
+        """Returns the metadata of a state that is saved: the record up to now, where there is one. Local."""
+        if not self._past and not self._own:
+            return {}
         now = Counts(*engine.progress)
         if now.applied > self.seen.applied and not self._own:
             self.begin(engine.state(), keys, "")
         self.see(now)
-        return self.record()
+        return {_core.RECORD_KEY: self.record()}
 
     def _extend(self, now: Counts) -> None:
         made, before, start = now.updates - self.seen.updates, self.seen.applied, self._own["start_step"]
@@ -93,13 +95,9 @@ class Lineage:
         if before < start:  # the copy that averaging began with
             before = start
             self._add(before, self.seen.samples)
-        gap = now.applied - before
-        even = gap == made * self._every and not self._in_samples
-        for k in range(1, min(made, 3) + 1 if even else made + 1):  # by the third they have that distance
+        for k in range(1, made + 1):
             samples = self.seen.samples + (now.samples - self.seen.samples) * k / made
-            self._add(before + gap * k // made, samples)
-        if even and made > 3:
-            self._updates[-1][2] += made - 3
+            self._add(before + (now.applied - before) * k // made, samples)
 
     def _add(self, step: int, samples: float) -> None:
         """Adds an update to the last range where it goes on with that, else begins another range."""
@@ -131,7 +129,7 @@ def check(record: str | None, averages: int, where: str) -> None:
         )
 
 
-def taken(engine: _core.Average, record: str | None, state: str, keys: Sequence[str]) -> Lineage | None:
+def taken(engine: _core.Average, record: str | None, state: str, keys: Sequence[str]) -> Lineage:
     """Of a state that ``engine`` has taken, with a record that check() took. Where there is none, nobody took snapshots
     in that run: that it had other options is told all the same, and else there is nothing to tell."""
     now = Counts(*engine.progress)
@@ -141,18 +139,16 @@ def taken(engine: _core.Average, record: str | None, state: str, keys: Sequence[
     if now.applied == 0 or all(
         theirs[option] == ours[option] for option in ("schedules", "start_step", "update_every")
     ):
-        return None
+        return Lineage()
     lineage = Lineage()
     lineage.begin(state, _core.decay_keys_in({_core.STATE_KEY: state}), "")
     lineage.see(now)
     return Lineage(_renamed(json.loads(lineage.record())["segments"], keys), now)
 
 
-def with_record(state: str, lineage: Lineage | None, engine: _core.Average, keys: Sequence[str]) -> str:
-    """The text of a state for a state_dict()."""
-    if lineage is None:
-        return state
-    return json.dumps({**json.loads(state), IN_STATE: json.loads(lineage.to_save(engine, keys))})
+def with_record(state: str, metadata: Mapping[str, str]) -> str:
+    """Returns the text of a state for a state_dict(), with what to_save() returned."""
+    return json.dumps({**json.loads(state), IN_STATE: json.loads(metadata[_core.RECORD_KEY])}) if metadata else state
 
 
 def metadata_of(state: str) -> dict[str, str]:

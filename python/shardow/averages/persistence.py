@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -62,12 +63,12 @@ def snapshot(
     if chosen is not None and chosen.itemsize < 2:
         raise invalid(f"{lineage.WHAT}: dtype={dtype}; snapshots are float32, bfloat16, float16 or float64")
     now = lineage.Counts(*averages.engine.progress)
-    if averages.lineage is not None and now.step < averages.lineage.seen.step:
-        averages.go_on_from(None)  # it has begun again
+    if now.step < averages.lineage.seen.step:
+        averages.go_on_from(lineage.Lineage())  # it has begun again
     mine = averages.snapshots.get(where)
     if mine is None:
         mine = averages.snapshots[where] = Snapshots(where, averages, now.step)
-    averages.lineage.see(now)  # type: ignore[union-attr]
+    averages.lineage.see(now)
     if now.step == 0 or now.step // every <= mine.last // every:  # none is due
         return None
 
@@ -91,19 +92,6 @@ def _refuse_infinite(files: Sequence[engine.FileParts], dtype: torch.dtype | Non
             raise invalid(f"{lineage.WHAT}: {count}, and would be stored as infinite; give a wider dtype, as bfloat16")
 
 
-class Found(NamedTuple):
-    """A snapshot that is there."""
-
-    step: int
-    record: str
-    keys: list[str]
-
-    @property
-    def run(self) -> str:
-        """Of the process that took it."""
-        return str(["", *(one["run"] for one in json.loads(self.record)["segments"])][-1])
-
-
 def directory_of(step: int) -> str:
     return paths.name_of("snapshot", step)
 
@@ -113,62 +101,62 @@ class Snapshots:
 
     def __init__(self, directory: Path, core: Averages, step: int) -> None:
         self._directory, self._core = directory, core
-        history = core.lineage or lineage.Lineage()
-        told = json.loads(core.ranks.on_first(lineage.WHAT, lambda: self._look(history, step)))
-        self.last: int = told["last"]  # what comes next is due after this
+        looked = json.loads(core.ranks.on_first(lineage.WHAT, lambda: self._look(step)))
+        self.last: int = looked["last"]  # what comes next is due after this
         # Snapshots of other runs, which this one replaces as it comes to their steps.
-        self._strange = {(at, run) for at, run in told["strange"]}
+        self._strange = {(at, run) for at, run in looked["strange"]}
+        history = core.lineage
         if not history.begun:
-            core.ranks.agree(lineage.WHAT, lambda: history.begin(core.engine.state(), core.keys, told["run"]))
+            core.ranks.agree(lineage.WHAT, lambda: history.begin(core.engine.state(), core.keys, looked["run"]))
         history.replace({run for _, run in self._strange if run})
-        core.lineage = history
 
     def check(self, step: int) -> None:
         """Raises where somebody else has come to write here. Of one rank."""
         for at in (self.last, step):
-            found = _found(self._directory, at)
-            mine = found is None or not found.run or found.run in self._core.lineage.runs()  # type: ignore[union-attr]
-            if found is not None and not mine and (at, found.run) not in self._strange:
+            run, *_ = _snapshot_at(self._directory, at)
+            if run and run not in self._core.lineage.runs() and (at, run) not in self._strange:
                 raise invalid(
                     f"{lineage.WHAT}: {self._directory / directory_of(at)} was written by another EMA, or another job, "
                     "since this one began: give each a directory of its own"
                 )
 
-    def _look(self, history: lineage.Lineage, step: int) -> bytes:
+    def _look(self, step: int) -> bytes:
         """Returns as JSON what rank 0 sees, and the name of this run."""
-        record = history.record()
-        there = [found for at in paths.numbered(self._directory, "snapshot") if (found := _found(self._directory, at))]
-        mine = [one.step for one in there if one.step <= step and _core.is_past(one.record, record, one.step)]
-        strange = [one for one in there if one.step not in mine]
-        # Those of its own run, after the state that it goes on from, may be of decays that it had then.
-        others = [one for one in strange if one.run not in history.runs()]
-        if other := [one for one in others if set(one.keys) != set(self._core.keys)]:
-            names, keys = ", ".join(other[0].keys), ", ".join(self._core.keys)
-            raise invalid(
-                f"{lineage.WHAT}: {self._directory} has snapshots of averages {names}, this EMA keeps {keys}; give "
-                "another directory"
-            )
-        last, others_there = max(mine, default=step - 1), [(one.step, one.run) for one in strange]
-        return json.dumps({"run": secrets.token_hex(8), "last": last, "strange": others_there}).encode()
+        history, last, strange = self._core.lineage, step - 1, []
+        own = history.record()
+        for at in sorted(paths.numbered(self._directory, "snapshot")):
+            run, record, averages = _snapshot_at(self._directory, at)
+            if at <= step and record and _core.is_past(record, own, at):
+                last = at
+                continue
+            # Those of its own run, after the state that it goes on from, may be of decays that it had then.
+            if record and run not in history.runs() and set(averages) != set(self._core.keys):
+                names, keys = ", ".join(averages), ", ".join(self._core.keys)
+                raise invalid(
+                    f"{lineage.WHAT}: {self._directory} has snapshots of averages {names}, this EMA keeps {keys}; give "
+                    "another directory"
+                )
+            strange.append((at, run))
+        return json.dumps({"run": secrets.token_hex(8), "last": last, "strange": strange}).encode()
 
 
-def _found(directory: Path, step: int) -> Found | None:
+def _snapshot_at(directory: Path, step: int) -> tuple[str, str, list[str]]:
+    """Returns the name of the process that took a snapshot, its record and what its averages are called; "" for a
+    process without a name, and all empty where no snapshot is."""
     at = directory / directory_of(step)
     try:
         files = _core.ema_files_in(at)
         record = _core.Checkpoint.open(at / next(iter(files.values()))).metadata[_core.RECORD_KEY]
-        return Found(step, record, list(files))
     except (StopIteration, KeyError, errors.Error):
         # Neither ours nor whole: it is replaced where this run comes to its step.
-        return None
+        return "", "", []
+    _core.is_past(record, record, 0)  # raises where it is damaged
+    return ["", *(segment["run"] for segment in json.loads(record)["segments"])][-1], record, list(files)
 
 
 def _files(averages: Averages, state: str, metadata: Mapping[str, str], named: bool = False) -> list[engine.FileParts]:
     """Returns one file for each average, which the engine names, or is ``named`` by its key in any case."""
-    record = {}
-    if averages.lineage is not None:
-        record = {_core.RECORD_KEY: averages.lineage.to_save(averages.engine, averages.keys)}
-    files = []
+    record, files = averages.lineage.to_save(averages.engine, averages.keys), []
     for k, (name, texts) in enumerate(_core.ema_files(averages.engine, state)):
         called = _core.ema_file_name(averages.keys[k]) if named else name
         files.append(engine.FileParts(called, averages.parts(k, saving=True), {**metadata, **record, **texts}))
@@ -182,9 +170,8 @@ def load(
 ) -> Report:  # fmt: skip
     """See EMA.load()."""
     loading = _FileLoad(averages, path, bool(strict), bool(verify), options)
-    with averages.or_as_before():
+    with contextlib.ExitStack() as loading.begun:
         reports = loading.run(path, averages.ranks, verify=bool(verify), progress=progress)
-        loading.taking.finish()
     names = {list_: [*dict.fromkeys(chain(*(one[list_] for one in reports)))] for list_ in ("missing", "unexpected")}
     bytes_read, seconds = sum(one["bytes_read"] for one in reports), max(one["seconds"] for one in reports)
     return {**names, "bytes_read": bytes_read, "seconds": seconds}
@@ -198,14 +185,12 @@ def export(
     ranks = averages.ranks
 
     def find() -> engine.SaveStep:
-        compared = averages.handing_out("export()", averages.others, averages.asked(decay)).compared
+        compared = averages.handing_out("export()", averages.others, decay=decay).compared
         k, others = choose(averages.keys, decay), averages.others()
         refuse_all_odd(others)
-        own = {row.name: row.local.tensor.dtype for row in averages.tracked}
-        own |= {local.name: local.tensor.dtype for local in others}
-        parts = averages.parts(k, saving=True)
-        parts += [Part(local.name, local.flat(), local.region) for local in others if local.counts_on(ranks.rank)]
-        parts, cast = engine.in_dtypes(parts, own, dtypes.floating(dtype))
+        own = {local.name: local.tensor.dtype for local in (*(row.local for row in averages.tracked), *others)}
+        held = averages.held(k, complete=True, saving=True)
+        parts, cast = engine.in_dtypes(held.parts, own, dtypes.floating(dtype))
         if pretrained and (form := saved_form(averages.view)):
             parts = form.parts(parts)
         extra = extra_states(averages.view.model) if ranks.rank == 0 else {}
@@ -219,6 +204,8 @@ def export(
 class _FileLoad(engine.Load):
     """EMA.load() of one rank."""
 
+    begun: contextlib.ExitStack
+
     def __init__(
         self, averages: Averages, path: paths.StrPath, strict: bool, verify: bool, options: OptionsFrom
     ) -> None:
@@ -228,18 +215,18 @@ class _FileLoad(engine.Load):
     def look(self) -> list[Comparison]:
         self._averages.swap.refuse("load()")
         self._where = paths.to_read(self._path)
-        self.taking = Taking(self._averages, self._options)
+        self._taking = Taking(self._averages, self._options)
         return [equal_facts("load()", {**self._facts, "path": self._where}, self._averages.ranks)]
 
     def find(self) -> tuple[str, list[str], bytes]:
-        return self._where, self.taking.loading.names_at(self._where), b""
+        return self._where, self._taking.loading.names_at(self._where), b""
 
     def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
-        self.taking.look(files[0].metadata, len(files), self._where)
+        self._taking.look(files[0].metadata, len(files), self._where)
         return [(self._averages.parts(k), self._strict) for k in range(len(files))]
 
     def begin(self, _: list[Report]) -> None:
-        self.taking.begin("load()", self._averages.ranks.rank)
+        self.begun.enter_context(self._taking.begun("load()"))
 
 
 def to_save_beside(

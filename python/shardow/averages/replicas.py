@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,21 +33,14 @@ EXCHANGED = 32 << 20  # bytes that all members of a group send in one round
 
 @dataclass
 class _Step:
-    """One collective of ``group``: ``pieces[member]`` are views of the local memory that ``member`` owns."""
+    """One collective of ``group``: ``pieces[member]`` are views of the local memory that ``member`` owns, ``buffers`` a
+    row for each member, and the last, which is sent."""
 
     group: dist.ProcessGroup
     index: int
     pieces: list[list[torch.Tensor]]
     strided: list[tuple[LocalTensor, torch.Tensor]]  # with the copy in order that pieces are views of
-    buffers: list[torch.Tensor] = field(default_factory=list)
-
-    def kinds(self) -> list[tuple[torch.dtype, torch.device, int]]:
-        """Returns (dtype, device, number) of each buffer: a buffer for each member, and the last, which is sent."""
-        first = self.pieces[0][0]
-        return [(first.dtype, first.device, at) for at in range(len(self.pieces) + 1)]
-
-    def lengths(self) -> list[int]:
-        return [sum(one.numel() for one in pieces) for pieces in self.pieces]
+    buffers: torch.Tensor
 
 
 class Exchange:
@@ -57,13 +50,6 @@ class Exchange:
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
         self._steps = list(_steps(tracked))
-        sizes: dict[tuple[torch.dtype, torch.device, int], int] = {}
-        for step in self._steps:
-            for key in step.kinds():
-                sizes[key] = max(sizes.get(key, 0), max(step.lengths()))
-        memory = {key: torch.empty(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
-        for step in self._steps:
-            step.buffers = [memory[key][: max(step.lengths())] for key in step.kinds()]
 
     def run(self, seconds: float, writes: Callable[[], None] = lambda: None) -> None:
         """Collective among replicas. ``writes()`` is called before memory that others own is first written. Raises
@@ -117,10 +103,14 @@ def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
         levels = rows[0].local.replicas
         for level in reversed(range(len(levels))):
             group, index, size = levels[level]
-            for members in rounds([_owners(row, level) for row in rows], size, flats[0].itemsize):
+            turns = list(rounds([_owners(row, level) for row in rows], size, flats[0].itemsize))
+            lengths = [max(sum(end - begin for _, begin, end in pieces) for pieces in members) for members in turns]
+            memory = flats[0].new_empty((size + 1) * max(lengths, default=0))
+            for members, length in zip(turns, lengths, strict=True):
                 strided = {i for pieces in members for i, _, _ in pieces if not rows[i].local.is_in_order()}
                 views = [[flats[i][begin:end] for i, begin, end in pieces] for pieces in members]
-                yield _Step(group, index, views, [(rows[i].local, flats[i]) for i in sorted(strided)])
+                buffers = memory[: (size + 1) * length].view(size + 1, length)
+                yield _Step(group, index, views, [(rows[i].local, flats[i]) for i in sorted(strided)], buffers)
 
 
 def _owners(row: Tracked, level: int) -> Owners:
@@ -171,39 +161,31 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def share_out(what: str, tracked: Sequence[Tracked], ranks: RankGroup) -> None:
     """Each stretched tensor learns which rank has which stretch of it. Collective. Raises ValueError on every rank
     where together they don't have every element once."""
-    own = {
-        i: (row.begin, row.begin + row.region.size)
+    own = [
+        (i, row.begin, row.begin + row.region.size)
         for i, row in enumerate(tracked)
         if row.stretched and row.region.size
-    }
-    by_rank = [
-        {int(i): ends for i, ends in json.loads(text).items()} for text in ranks.gather(what, json.dumps(own).encode())
     ]
-    ranks.agree(what, lambda: _take_in(tracked, by_rank, ranks))
+    job_ranks = [0] if ranks.process_group is None else dist.get_process_group_ranks(ranks.process_group)
+    stretches = defaultdict[int, dict[int, tuple[int, int]]](dict)  # of each tensor, by rank of the job
+    for rank, text in zip(job_ranks, ranks.gather(what, json.dumps(own).encode()), strict=True):
+        for i, begin, end in json.loads(text):
+            stretches[i][rank] = begin, end
+    ranks.agree(what, lambda: _take_in(tracked, stretches, job_ranks[ranks.rank]))
 
 
-def _take_in(tracked: Sequence[Tracked], by_rank: Sequence[dict[int, tuple[int, int]]], ranks: RankGroup) -> None:
-    all_ranks = [0] if ranks.process_group is None else dist.get_process_group_ranks(ranks.process_group)
-    indices: dict[int, dict[int, int]] = {}  # of each replica group, by its id: {rank among all: index in the group}
-    for row in tracked:
-        if row.stretched:
-            if len(row.local.replicas) > 1:
-                way_out = "give whole masters, or one group of replicas"
-                raise unsupported(f"source= of '{row.name}' is a stretch, and replicas of it nest; {way_out}")
-            row.owners = {}
-            for group, _, _ in row.local.replicas:
-                members = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
-                own = {rank: members[member] for rank, member in enumerate(all_ranks) if member in members}
-                indices.setdefault(id(group), own)
-    for rank, parts in enumerate(by_rank):
-        for i, (begin, end) in parts.items():
-            row = tracked[i]
-            index_of = indices[id(row.local.replicas[0][0])] if row.local.replicas else {ranks.rank: 0}
-            if rank in index_of:
-                row.owners[index_of[rank]] = (begin, end)
-    for row in tracked:
-        if row.stretched:
-            _check_whole(row)
+def _take_in(
+    tracked: Sequence[Tracked], stretches: defaultdict[int, dict[int, tuple[int, int]]], own_rank: int
+) -> None:
+    for i, row in enumerate(tracked):
+        if not row.stretched:
+            continue
+        if len(row.local.replicas) > 1:
+            way_out = "give whole masters, or one group of replicas"
+            raise unsupported(f"source= of '{row.name}' is a stretch, and replicas of it nest; {way_out}")
+        members = [own_rank] if not row.local.replicas else dist.get_process_group_ranks(row.local.replicas[0][0])
+        row.owners = {members.index(rank): ends for rank, ends in stretches[i].items() if rank in members}
+        _check_whole(row)
 
 
 def _check_whole(row: Tracked) -> None:

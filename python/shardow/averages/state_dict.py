@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 
 from shardow import _core
 from shardow.averages import lineage
-from shardow.averages import state as _state
 from shardow.averages.core import Averages
-from shardow.base.checks import instance, one_of, warn
-from shardow.distributed.gather import Gatherer
+from shardow.base.checks import instance, invalid, one_of, warn
+from shardow.distributed.gather import Gatherer, Part, take
 from shardow.distributed.rank_group import Step, equal_facts
 from shardow.files.reading import choose
+from shardow.model.dtensor import region_of
 from shardow.model.extra_state import extra_states
 from shardow.model.local import oddity, refuse_all_odd
+from shardow.model.match import Fit, compare
+from shardow.model.piece import Piece
 
+_LOAD = "load_state_dict()"
+HINT = "strict=False takes what there is"
 OptionsFrom = Literal["file", "own"]
 #: Chooses among several averages: the decay as it was given, its key in ``decays``, or its schedule.
 Decay = float | str | _core.Schedule
+Copy = Callable[[], object]  # fills a part of the averages
 
 
 def make(averages: Averages) -> dict[str, Any]:
     """See EMA.state_dict()."""
     each = [averages.averages(k) for k in range(len(averages.keys))]
-    state = lineage.with_record(averages.engine.state(), averages.lineage, averages.engine, averages.keys)
+    record = averages.lineage.to_save(averages.engine, averages.keys)
+    state = lineage.with_record(averages.engine.state(), record)
     return {"averages": each[0] if len(each) == 1 else dict(zip(averages.keys, each, strict=True)), "state": state}
 
 
@@ -35,28 +44,90 @@ def make(averages: Averages) -> dict[str, Any]:
 def load(averages: Averages, state: Mapping[str, Any], strict: bool, options: OptionsFrom) -> dict[str, list[str]]:
     """See EMA.load_state_dict()."""
 
-    def check() -> Step[tuple[Taking, list[_state.Copy], dict[str, list[str]]]]:
-        averages.swap.refuse("load_state_dict()")
-        text = _state.engine_state(instance("state", state, Mapping))
+    def look() -> Step[tuple[list[Copy], dict[str, list[str]]]]:
+        averages.swap.refuse(_LOAD)
+        text = _engine_state(instance("state", state, Mapping))
         taking = Taking(averages, options)
         keys = taking.keys(_core.decay_keys_in({_core.STATE_KEY: text}), "the state")
-        parts = [averages.parts(k) for k in range(len(keys))]
-        checked = _state.check("load_state_dict()", state, parts, keys, strict)
+        checked = _check(state, [averages.parts(k) for k in range(len(keys))], keys, strict)
         taking.look(lineage.metadata_of(text), len(keys), "the state")
-        taking.begin("load_state_dict()", 0)  # all of the counts, which are this rank's own
+        begun.enter_context(taking.begun(_LOAD, all_counts=True))  # they are this rank's own
         facts = {"strict": bool(strict), "options": str(options)}
-        return Step((taking, *checked), [equal_facts("load_state_dict()", facts, averages.ranks)])
+        return Step(checked, [equal_facts(_LOAD, facts, averages.ranks)])
 
-    with averages.or_as_before():
-        taking, copies, report = averages.ranks.step("load_state_dict()", check)
-    for copy_ in copies:
-        copy_()
-    taking.finish()
+    with contextlib.ExitStack() as begun:
+        copies, report = averages.ranks.step(_LOAD, look)
+        for copy_ in copies:
+            copy_()
     return report
 
 
+def _engine_state(state: Mapping[str, Any]) -> str:
+    text = state.get("state")
+    if not isinstance(text, str) or not isinstance(state.get("averages"), Mapping):
+        names = ", ".join(map(repr, list(state)[:8]))
+        raise invalid(f"this is no state of shardow.EMA, which has 'state' and 'averages'; it has {names}")
+    return text
+
+
+def _check(
+    state: Mapping[str, Any], parts: Sequence[Sequence[Part]], keys: Sequence[str], strict: bool
+) -> tuple[list[Copy], dict[str, list[str]]]:
+    """Returns what load_state_dict will copy into ``parts``, of each average, and the names that are missing and
+    unexpected. Raises with everything that does not fit, before anything is copied; unless ``strict``, names may
+    lack."""
+    averages = state["averages"]
+    by_key = {keys[0]: averages} if len(keys) == 1 else averages
+    problems = [
+        f"no averages for decay {key} (there are {', '.join(map(str, averages))})"
+        for key in keys
+        if not isinstance(by_key.get(key), Mapping)
+    ]
+    if problems:
+        raise invalid(f"the state does not fit: {'; '.join(problems)}")
+    shapes = {part.name: tuple(part.region.shape) for part in parts[0]}
+    fits = [
+        compare(shapes, {name: tuple(value.size()) if name in shapes else () for name, value in by_key[key].items()})
+        for key in keys
+    ]
+    each = zip(parts, keys, fits, strict=True)
+    copies = [copy for own, key, fit in each for copy in copies_of(own, by_key[key], fit)]
+    joined = fits[0].joined(fits[1:])
+    if not strict:
+        other = [name for name, *_ in joined.different]
+        joined.missing += other
+        joined.unexpected += [joined.keys[name] for name in other]
+        replace(joined.only_different(), different=[]).refuse(_LOAD, "the state")
+    else:
+        joined.refuse(_LOAD, "the state", hint=HINT)
+    return copies, {"missing": joined.missing, "unexpected": joined.unexpected}
+
+
+def copies_of(parts: Iterable[Part], state: Mapping[str, Any], fit: Fit[Any]) -> list[Copy]:
+    """Returns how the values of ``state`` that fit get into ``parts``; they are what slices like a tensor. A value that
+    is another part makes an entry of ``fit.elsewhere``."""
+    wrong = {name for name, *_ in fit.different}
+    copies: list[Copy] = []
+    for part in parts:
+        if part.name not in fit.keys or part.name in wrong:
+            continue
+        value = state[fit.keys[part.name]]
+        if isinstance(value, Piece):
+            region, local = value.region, value.local
+        elif hasattr(value, "_local_tensor"):
+            region, local = region_of(part.name, value), value._local_tensor
+        else:
+            copies.append(partial(take, value, part.region, part.flat))
+            continue
+        if region == part.region:
+            copies.append(partial(part.flat.copy_, local.reshape(-1)))
+        else:
+            fit.elsewhere.append(part.name)
+    return copies
+
+
 class Taking:
-    """Averages that go on from saved ones: what one rank does in a load, within or_as_before()."""
+    """Averages that go on from saved ones: what one rank does in a load."""
 
     def __init__(self, averages: Averages, options: OptionsFrom) -> None:
         self._averages = averages
@@ -73,21 +144,25 @@ class Taking:
         lineage.check(self._record, files, where)
         self.loading.look(dict(metadata), files, where)
 
-    def begin(self, what: str, rank: int) -> None:
-        """Takes the state, of what all ranks counted together the part of ``rank``. Warns on rank 0 of options that are
-        others now."""
-        self.loading.begin(rank)
-        if self.loading.changed and self._averages.ranks.rank == 0:
-            differences = "; ".join(
-                f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
-                for name, saved, before in self.loading.changed
-            )
-            now = "What is there is in force now (but the dtype, which stays)"
-            warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
-
-    def finish(self) -> None:
-        """On every rank, when all have read."""
+    @contextlib.contextmanager
+    def begun(self, what: str, all_counts: bool = False) -> Iterator[None]:
+        """Takes the state, of what all ranks counted together this rank's part, or ``all_counts``. Warns on rank 0 of
+        options that are others now. Where the block, in which all read, raises, counters and options are what they
+        were."""
         averages = self._averages
+        self.loading.begin(0 if all_counts else averages.ranks.rank)
+        try:
+            if self.loading.changed and averages.ranks.rank == 0:
+                differences = "; ".join(
+                    f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
+                    for name, saved, before in self.loading.changed
+                )
+                now = "What is there is in force now (but the dtype, which stays)"
+                warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
+            yield
+        except BaseException:
+            self.loading.give_up()
+            raise
         averages.go_on_from(lineage.taken(averages.engine, self._record, self._state, averages.keys))
 
 
@@ -100,17 +175,15 @@ def gather(averages: Averages, decay: Decay | None, complete: bool) -> dict[str,
     what = "full_state_dict()"
 
     def prepare() -> Step[dict[str, torch.Tensor]]:
-        asked = averages.asked(decay, complete=bool(complete))
-        compared = averages.handing_out(what, averages.others if complete else None, asked).compared
+        others = averages.others if complete else None
+        compared = averages.handing_out(what, others, decay=decay, complete=bool(complete)).compared
         return Step(_without_elements(averages) if complete else {}, compared)
 
     odd = averages.ranks.step(what, prepare)
-    k = choose(averages.keys, decay)
-    if not complete:
-        return Gatherer(what, averages.parts(k), averages.ranks).whole({})
-    held = averages.held(k, complete=True)
-    whole = Gatherer(what, held.parts, averages.ranks).whole(held.names)
-    return {**whole, **odd, **copy.deepcopy(extra_states(averages.view.model))} if averages.ranks.rank == 0 else {}
+    held = averages.held(choose(averages.keys, decay), complete)
+    whole = Gatherer(what, held.parts, averages.ranks).whole(held.names if complete else {})
+    extra = copy.deepcopy(extra_states(averages.view.model)) if complete and averages.ranks.rank == 0 else {}
+    return {**whole, **odd, **extra}
 
 
 def _without_elements(averages: Averages) -> dict[str, torch.Tensor]:

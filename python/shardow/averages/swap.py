@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -31,33 +31,11 @@ from shardow.model.changes import Move, find_moves, warn_of_casts
 from shardow.model.view import ModelView
 
 T = TypeVar("T")
+#: Makes a step of all ranks, or raises on all; its function takes the place of the average that is meant.
+Together = Callable[[str, Callable[[int], _core.PreparedSwap]], _core.PreparedSwap]
 
 _LONGEST = 2000  # characters of an error that travel to other ranks
 _RESTORE = "to have the weights back, call restore() of the EMA on every rank that shares the model"
-
-
-class Together(Protocol):
-    """Makes a step of all ranks, or raises on all; ``fn()`` is told which average is meant."""
-
-    def __call__(self, what: str, fn: Callable[[int], T]) -> T: ...
-
-
-def text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_LONGEST]
-
-
-@contextlib.contextmanager
-def noted_in(error: BaseException | None) -> Iterator[None]:
-    """Adds what goes wrong besides ``error``, which is raised, to it as a note; raises it where there is no error."""
-    try:
-        yield
-    except Exception as second:
-        if error is None:
-            raise
-        if hasattr(error, "add_note"):
-            error.add_note(f"shardow: {second}")
-        else:  # before Python 3.11
-            warn(f"after {text_of(error)}: {second}", RuntimeWarning)
 
 
 class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
@@ -291,8 +269,16 @@ class Swap:
         of it."""
 
         def run() -> None:
-            with noted_in(error):
-                self._leave("leaving swapped()", "" if error is None else text_of(error), enters)
+            text = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST]
+            try:
+                self._leave("leaving swapped()", text, enters)
+            except Exception as second:
+                if error is None:
+                    raise
+                if hasattr(error, "add_note"):
+                    error.add_note(f"shardow: {second}")
+                else:  # before Python 3.11
+                    warn(f"after {text}: {second}", RuntimeWarning)
 
         uninterrupted(run, self.leave)  # what came too early for a wait is what ends the block
 

@@ -75,15 +75,13 @@ def _placed(local: LocalTensor, tensor: torch.Tensor, first: int, counted: str =
     size = tensor.numel()
     if size == 0:
         return local.region.window(0, 0), 0
-    if counted not in ("global", "local") or first < 0:
-        stretch = f"({size} elements, {first}, {counted!r})"
-        raise invalid(f"source= of '{local.name}': {stretch}; the first is counted 'global' or 'local'")
     begin, end = first, first + size
-    if counted == "global":
+    if counted == "global" and first >= 0:
         begin, end = local.region.position(begin), local.region.position(end)
-    if end - begin != size or end > local.region.size:
+    if counted not in ("global", "local") or begin < 0 or end - begin != size or end > local.region.size:
         asked = f"elements [{first}, {first + size}), counted {counted}"
-        raise invalid(f"source= of '{local.name}': {asked}, are not all on this rank, which holds {local.region}")
+        holds = f"are not all on this rank, which holds {local.region}; they are counted 'global' or 'local'"
+        raise invalid(f"source= of '{local.name}': {asked}, {holds}")
     return local.region.window(begin, end), begin
 
 
@@ -96,7 +94,7 @@ class Tracked:
     local: LocalTensor
     region: _core.Region
     begin: int
-    _master: torch.Tensor | None = None  # what `source=` names, in the shape of the local region
+    _master: torch.Tensor | None = None  # what `source=` names, 1-D
     stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
     # By replica, (begin, end) in local memory of a stretched tensor.
     owners: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -161,9 +159,7 @@ class Tracked:
 
     def sources(self) -> torch.Tensor:
         """The same part of what is averaged: where the engine reads."""
-        if self.stage is not None and not self.mastered:
-            return self.stage
-        return self.source if self.stretched else self._part(self.source.view(-1))
+        return self.weights() if self._master is None else self._part(self._master)
 
     def view(self, tensor: torch.Tensor) -> _core.TensorView:
         """The engine's description of this rank's part in ``tensor``, contiguous torch memory."""

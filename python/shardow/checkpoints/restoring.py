@@ -135,9 +135,7 @@ class Restoring(engine.Load):
         self._has_begun = True
         half_restored.update(self._filled())
         if self._taking is not None:
-            assert self._given.averages is not None
-            self._kept.enter_context(self._given.averages._averages.or_as_before())
-            self._taking.begin("load()", self._given.averages._averages.ranks.rank)
+            self._begun.enter_context(self._taking.begun("load()"))
 
     def has_read(self) -> None:
         for one in self._optimizers:
@@ -158,10 +156,8 @@ class Restoring(engine.Load):
 
     def _read(self, tries: int = _TRIES) -> None:
         try:
-            with contextlib.ExitStack() as self._kept:
+            with contextlib.ExitStack() as self._begun:
                 self.run(self._root, self._ranks, WHAT)
-                if self._taking is not None:
-                    self._taking.finish()
         except (errors.CorruptError, errors.NotFoundError):  # the same on all ranks: saved again meanwhile, or removed
             if self._has_begun or tries == 1:
                 raise

@@ -139,7 +139,7 @@ class Saving:
         self._longest = Combined(b"%d" % len(self._random), lambda by_rank: max(by_rank, key=int))
         digest = hashlib.sha256(json.dumps(self._trees, sort_keys=True).encode()).digest()
         self._other_trees = Combined(digest, lambda by_rank: b"other" if len(set(by_rank)) > 1 else b"")
-        self._states = None if averages is None else averages.states(WHAT, {})
+        self._states = None if averages is None else averages.states(WHAT)
         compared = [copies, facts, self._longest, self._other_trees]
         return Step(None, compared if self._states is None else [*compared, self._states])
 

@@ -290,7 +290,7 @@ class _WayBack(AveragesOfProxy):
             for row in self._rows["copy"]:
                 row.weights().copy_(row.averages[0])
 
-        averages.together(what, lambda: averages.swap.ready(what))
+        averages.ready_to_swap(None, what, lambda _: averages.swap.ready(what))
         copies.write(averages, fill)
 
     def copy(self) -> None:

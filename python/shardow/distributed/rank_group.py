@@ -82,19 +82,15 @@ class RankGroup:
         """Every rank's bytes."""
         return self.verb(what, lambda: self.group.all_gather(mine, self.timeout))
 
-    def combine(self, what: str, own: Callable[[], bytes], join: Join = itemgetter(0)) -> bytes:
-        """Returns what ``join()`` makes, on one rank, of what ``own()`` returns on each, by default rank 0's. What
-        either raises is raised on all. Costs a rank the same however many there are."""
+    def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
+        """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank. Costs a rank the same however many
+        there are."""
 
         def prepare() -> Step[Combined]:
-            combined = Combined(own(), join)
+            combined = Combined(step() if self.rank == 0 else b"")
             return Step(combined, [combined])
 
         return self.step(what, prepare).total
-
-    def on_first(self, what: str, step: Callable[[], bytes]) -> bytes:
-        """Runs a step of rank 0 alone: its bytes, or what it raises, on every rank."""
-        return self.combine(what, lambda: step() if self.rank == 0 else b"")
 
     def decide_each(self, what: str, mine: bytes, weigh: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """Returns this rank's of the bytes that ``weigh()`` makes for each, on one rank, of every rank's. What it

@@ -1,8 +1,8 @@
 """Saves by some ranks of a job alone. Their files say in the header which ranks of which job saved which tensors, so
 that parts of one model (pipeline stages) do not replace each other without an error: the file is the claim on its path.
 
-Rank 0 of a save reads the claim before the save begins, and again at each call of ``progress``: the save has the path's
-lock then, and has published nothing.
+A rank of a save reads the claim before the save begins, and rank 0 again at each call of ``progress``: the save has the
+path's lock then, and has published nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import json
 import os
 import secrets
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,70 +27,66 @@ from shardow.distributed.store_group import ANSWER, store_group
 KEY = "shardow.part"
 _CHANNEL = 2  # of the job's store
 _jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-_saved: set[tuple[str, str, str]] = set()  # path, claimant (job and ranks) and digest of this process's saves
+_saved: set[tuple[str, bytes]] = set()  # path and claim of this process's saves
 
 
-class Claim:
-    """A save by some ranks of a job to a path. ``names``: of its files, empty where the engine names them. Raises
-    ValueError on all ranks where other ranks of the job have saved other tensors there."""
+class Claim(Combined):
+    """A save by some ranks of a job to a path. ``names``: of its files, empty where the engine names them. Ranks make
+    what the files say of it, and raise ValueError where other ranks of the job have saved other tensors there."""
 
     def __init__(self, path: str, names: Sequence[str], parts: Iterable[Part], ranks: RankGroup) -> None:
-        self._path, self._names, self._ranks = path, names, ranks
+        self._path, self._names, self._place = path, names, os.path.realpath(path)
         self._tensors = sorted({(part.name, tuple(part.region.shape)) for part in parts})
-        own = hashlib.sha256(json.dumps(self._tensors).encode()).digest()
-        #: Of all ranks' tensors, when they have compared it.
-        self.digest = Combined(own, lambda by_rank: hashlib.sha256(b"".join(sorted(set(by_rank)))).hexdigest().encode())
         group = ranks.process_group
         self._members = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-        self._place = os.path.realpath(path)
-        self._job = ""
+        job = _job(path, min(ANSWER, ranks.timeout / 2)) if ranks.rank == 0 else ""
+        super().__init__(json.dumps([job, _digest(self._tensors)]).encode(), self._joined)
 
-    @staticmethod
-    def is_needed(ranks: RankGroup) -> bool:
-        return dist.is_initialized() and ranks.size < dist.get_world_size()
+    def _joined(self, by_rank: list[bytes]) -> bytes:
+        jobs, digests = zip(*map(json.loads, by_rank), strict=True)
+        claim = {"job": jobs[0], "ranks": self._members, "digest": _digest(sorted(set(digests)))}
+        self._refuse(claim)
+        return json.dumps(claim).encode()
 
     def metadata(self) -> dict[str, str]:
-        """Returns what the files say of the save, when ranks have compared the digest. Collective, one round."""
-        first = self._ranks.on_first("save()", lambda: json.dumps([self._refusal(), self._job]).encode())
-        refusal, self._job = json.loads(first)
-        if refusal:
-            raise invalid(refusal)
-        claim = {"job": self._job, "ranks": self._members, "digest": self.digest.total.decode()}
-        return {KEY: json.dumps(claim)} if self._job else {}
+        """Returns what the files say of the save, when ranks have combined it."""
+        _saved.add((self._place, self.total))
+        return {KEY: self.total.decode()} if json.loads(self.total)["job"] else {}
 
     def watched(self, progress: Progress | None) -> Progress:
         """Returns ``progress``, which raises where other ranks have claimed the path meanwhile. Of rank 0."""
 
         def checked(done: int, total: int) -> None:
-            if self._job and (refusal := self._refusal()):
-                raise invalid(refusal)
+            self._refuse(json.loads(self.total))
             if progress is not None:
                 progress(done, total)
 
         return checked
 
-    def _refusal(self) -> str:
-        self._job = self._job or _job(self._path, min(ANSWER, self._ranks.timeout / 2)) or ""
-        digest = self.digest.total.decode()
-        for name in self._names if self._job else ():
+    def _refuse(self, own: Mapping[str, Any]) -> None:
+        """Raises where the files that are there are other ranks', and of other tensors than ``own`` says."""
+        for name in self._names if own["job"] else ():
             path = os.path.join(self._path, name) if name else self._path
             try:
                 opened = _core.Checkpoint.open(path)
                 claim = json.loads(opened.metadata[KEY])
-                is_other = claim["job"] != self._job
-                may = is_other or claim["digest"] == digest or set(claim["ranks"]) <= set(self._members)
+                is_other = claim["job"] != own["job"]
+                may = is_other or claim["digest"] == own["digest"] or set(claim["ranks"]) <= set(self._members)
+                shared = json.dumps({**own, "digest": claim["digest"]}).encode()
             except (errors.Error, LookupError, TypeError, ValueError):  # nothing, or no such save's
                 continue
-            if not may and (self._place, f"{self._job} {self._members}", claim["digest"]) not in _saved:
-                return (
+            if not may and (self._place, shared) not in _saved:
+                raise invalid(
                     f"{self._path}: two saves of one job would replace each other, and nothing was written. Saved "
                     f"before: {_words(opened.tensors, claim['ranks'])}. This save: "
                     f"{_words(dict(self._tensors), self._members)}. Give each part of a model a path of its own (a "
                     "pipeline stage: its number in the name), or save all parts as one: shardow.save(part, path, "
                     "group=) with a group of all their ranks"
                 )
-        _saved.add((self._place, f"{self._job} {self._members}", digest))
-        return ""
+
+
+def _digest(values: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _words(names: Collection[str], ranks: Sequence[int]) -> str:
@@ -98,8 +95,8 @@ def _words(names: Collection[str], ranks: Sequence[int]) -> str:
     return f"'{min(names, default='')}'{others} of rank{'s' * (len(ranks) > 1)} {some}"
 
 
-def _job(path: str, patience: float) -> str | None:
-    """Returns the job's id, which its first such save leaves in the job's store; None where the store has no answer."""
+def _job(path: str, patience: float) -> str:
+    """Returns the job's id, which its first such save leaves in the job's store; "" where the store has no answer."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _jobs:
@@ -107,13 +104,13 @@ def _job(path: str, patience: float) -> str | None:
         try:
             answer = store_group(world, _CHANNEL).try_compare_set("job", "", own, patience)
         except RuntimeError:  # a simulated job's store has no compare_set()
-            return None
+            return ""
         if answer is None:
             warn(
                 f"{path}: the job's store did not answer within {patience:g} s, so that it is not noticed where other "
                 "ranks save other tensors there; if they do, the last save stays",
                 RuntimeWarning,
             )
-            return None
+            return ""
         _jobs[world] = answer
     return _jobs[world]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import instance, invalid, unsupported, utf8, whole
@@ -132,11 +133,11 @@ class SaveCall:
             for file, parts in zip(files, self._memory, strict=True)
         ]
         progress = shown(self._progress, f"save {Path(self._target).name}", self._ranks.rank)
-        if Claim.is_needed(self._ranks):
+        if dist.is_initialized() and self._ranks.size < dist.get_world_size():
             parts = (part for file in files for part in file.parts)
             self._claim = Claim(self._target, [file.name for file in files], parts, self._ranks)
             progress = self._claim.watched(progress)
-            compared.append(self._claim.digest)
+            compared.append(self._claim)
         return _core.SaveRequest(engine_files, self._target, **self._to_save.options), progress, compared
 
     def _metadata(self) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import _core, errors
-from shardow.averages import state as _state
+from shardow.averages import state_dict as _state
 from shardow.averages.core import Averages
 from shardow.averages.options import Replicas
 from shardow.averages.tracked import Tracked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core
 from shardow.base.checks import instance, invalid, unsupported
-from shardow.model.changes import WAY_OUT, change
+from shardow.model.changes import WAY_OUT, Form, change
 from shardow.model.dtensor import local_of, modules_of, reshard, unsharded
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
@@ -89,9 +89,7 @@ class ModelView:
         """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be
         lost."""
         found = [*self._found, *self._found_buffers]
-        places: dict[int, list[Slot]] = {}
-        for slot in found:
-            places.setdefault(id(slot.local), []).append(slot)
+        instead: dict[int, LocalTensor] = {}
         for first, second in overlaps(local for local in _locals(found) if not oddity(local.tensor)):
             if (
                 first.tensor.data_ptr() != second.tensor.data_ptr()
@@ -103,9 +101,11 @@ class ModelView:
                     f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of "
                     "its own"
                 )
-            for slot in places[id(second)]:
-                slot.local = first
-                _add_alias(first, slot.name)
+            instead[id(second)] = first
+        for slot in found:
+            if (local := instead.get(id(slot.local))) is not None:
+                slot.local = local
+                _add_alias(local, slot.name)
 
     # ---- the model's state
 
@@ -133,19 +133,21 @@ class ModelView:
         self.reshard()
         return self.unchanged()
 
-    def follow_moves(self, bind: Callable[[], object]) -> bool:
-        """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing
-        is taken over then. ``bind()`` tells those who hold the old addresses. The new ones count as known after it, so
-        that one that raises is called again.
+    def follow_moves(self, bind: Callable[[], object]) -> str | None:
+        """Takes over memory that moved under the same parameters. Returns what else has changed, and the way out;
+        nothing is taken over then. ``bind()`` tells those who hold the old addresses. The new ones count as known
+        after it, so that one that raises is called again.
         """
-        if self._change() is not None:
-            return False
+        buffers = {slot.name for slot in self._found_buffers} if self.watch_buffers else set()
+        now = ModelView(self.model, self.process_group)
+        if (why := change(self._forms(buffers), now._forms(buffers))) is not None:
+            return why
         for local in self.parameters:
             local.tensor = local.memory()
         self._follow_buffers()
         bind()
         self._record()
-        return True
+        return None
 
     def as_it_is_now(self) -> list[LocalTensor]:
         """Parameters and buffers found anew, whatever has become of the model; this view stays as it is."""
@@ -160,14 +162,16 @@ class ModelView:
         """Those that the model shows, and those that were recorded."""
         return [*self.model.parameters(), *(slot.recorded for slot in self._slots)]
 
-    def _change(self) -> str | None:
-        """None where nothing but addresses has changed."""
-        buffers = self._found_buffers if self.watch_buffers else ()
-        return change(self.model, self._slots, self._found, self._hidden, buffers)
-
-    def explain_change(self) -> str:
-        """Which tensor is not what it was when this view was made, and the way out."""
-        return self._change() or f"the model's parameters are not those that this EMA was made with; {WAY_OUT}"
+    def _forms(self, buffers: Set[str]) -> dict[str, Form]:
+        """Returns what stays as it is where memory moves, of the parameters and of ``buffers``, by all their names."""
+        places: list[tuple[str, object, LocalTensor]]
+        places = [(slot.name, slot.recorded, slot.local) for slot in self._found]
+        places += [(name, local.shown, local) for local in self._hidden for name in (local.name, *local.aliases)]
+        places += [(slot.name, None, slot.local) for slot in self._found_buffers if slot.name in buffers]
+        return {
+            name: (shown, f"'{local.name}'", local.tensor.dtype, local.tensor.device, local.region)
+            for name, shown, local in places
+        }
 
     def _follow_buffers(self) -> None:
         for slot in self._found_buffers:

@@ -9,7 +9,6 @@ import torch
 
 from shardow.base.checks import unsupported
 from shardow.model.parts import Held
-from shardow.model.slots import by_tensor, slots
 from shardow.model.zero3 import begin_of, is_partitioned
 
 
@@ -41,26 +40,25 @@ def fill_masters_too(held: Held) -> None:
     """
     if held.view is None:
         return
-    at = {name: number for number, part in enumerate(held.parts) for name in held.names[part.name]}
-    for slot, *_ in by_tensor(slots(held.view.model, "parameter")).values():
-        number = at.get(slot.name)
-        if number is None:
+    parameters = {local.name: local.shown for local in held.view.parameters}
+    for number, part in enumerate(held.parts):
+        if (parameter := parameters.get(part.name)) is None:
             continue
-        if getattr(getattr(slot.recorded, "_z3_optimizer", None), "swap_optimizer", False):
+        if getattr(getattr(parameter, "_z3_optimizer", None), "swap_optimizer", False):
             way_out = "load before deepspeed.initialize(), or offload to 'cpu'"
             raise unsupported(
-                f"'{slot.name}' has its master on NVMe, from which the next step would bring back the old weights: "
+                f"'{part.name}' has its master on NVMe, from which the next step would bring back the old weights: "
                 f"{way_out}"
             )
-        if (found := master_of(slot.recorded)) is None or not found[0].numel():
+        if (found := master_of(parameter)) is None or not found[0].numel():
             continue
-        part, (master, first) = held.parts[number], found
-        if is_partitioned(slot.recorded):
+        master, first = found
+        if is_partitioned(parameter):
             held.parts[number] = part._replace(flat=master)
             held.copied.append((part.flat, master))
         else:
             weights = part.flat[first : first + master.numel()]
-            _refuse_unlike(slot.name, weights, master)
+            _refuse_unlike(part.name, weights, master)
             held.copied.append((master, weights))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -76,11 +77,8 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
 def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
     """Puts the model's parameters into the groups; state goes with its parameter, and is sharded as it is."""
     groups = [[module._parameters[key] for module, key in where] for where in places]
-    pairs = [
-        (old, new)
-        for group, now in zip(optimizer.param_groups, groups, strict=True)
-        for old, new in zip(group["params"], now, strict=True)
-    ]
+    before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    pairs = zip(before, itertools.chain(*groups), strict=True)
     moved = [(old, new) for old, new in pairs if new is not None and old is not new and old in optimizer.state]
     # Makes what there may be no memory for before anything changes.
     states = [state_for(new, optimizer.state[old]) for old, new in moved]

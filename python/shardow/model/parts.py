@@ -136,8 +136,7 @@ def _part(name: str, tensor: Any, copied: list[tuple[torch.Tensor, torch.Tensor]
 
 def flat_of(local: torch.Tensor, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """The elements one after another: the tensor's own memory, or a copy that is noted."""
-    if local.is_contiguous() and not local.is_conj() and not local.is_neg():
-        return local if local.dim() == 1 else local.view(-1)
-    copy = local.resolve_conj().resolve_neg().contiguous()
-    copied.append((local, copy))
-    return copy.view(-1)
+    flat = local.resolve_conj().resolve_neg().contiguous().view(-1)
+    if not local.is_contiguous() or local.is_conj() or local.is_neg():
+        copied.append((local, flat))
+    return flat

@@ -37,7 +37,7 @@ def copy_to(core: Averages, model: nn.Module, decay: object, complete: bool = Tr
         for place in places.values():
             if not oddity(place.tensor):
                 refuse_expanded(place.name, place.tensor)
-        target.refuse_written()
+        target.reshard(refuse_written=True)
         return core.asked(decay)()
 
     others = core.others if complete else None

@@ -146,7 +146,7 @@ class Swap:
         self.refuse(what)
         self._find_weights(what, writes)
         if writes:
-            self._view.refuse_written()
+            self._view.reshard(refuse_written=True)
 
     def ready_to_update(self) -> None:
         """ready(), while an update may go on: the engine begins the next one before it tells what that one met, so that

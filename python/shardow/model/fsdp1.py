@@ -119,7 +119,7 @@ class Fsdp1Adapter(Adapter):
     def in_place(self) -> bool:
         return not any(left(module._handle) for module in self._wrappers)
 
-    def reshard(self) -> None:
+    def reshard(self, refuse_written: bool = False) -> None:
         for module in self._wrappers:
             free_unsharded(module._handle, partial(self._name, module._handle.flat_param))
 

@@ -88,8 +88,7 @@ def values_in_file(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) -> Held:
     view = find(model, group=group)
-    view.reshard()
-    view.refuse_written()
+    view.reshard(refuse_written=True)
     rank = 0 if view.process_group is None else dist.get_rank(view.process_group)
     found = [one for one in [*view.parameters, *view.buffers] if not saving or one.counts_on(rank)]
     held = Held([], {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardow import _core
 from shardow.base.checks import instance, invalid, unsupported
 from shardow.model.changes import WAY_OUT, Form, change
-from shardow.model.dtensor import local_of, modules_of, reshard, unsharded
+from shardow.model.dtensor import modules_of, region_of, replicas_of, reshard, unsharded
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
 from shardow.model.local import LocalTensor, memory_of, oddity, refuse_all_odd, replicas_by_parameter
@@ -80,7 +80,8 @@ class ModelView:
         """Returns what this rank holds of a slot's tensor, which is whole where it is no DTensor."""
         tensor = slot.recorded
         if isinstance(tensor, DTensor):
-            return local_of(slot.name, tensor)
+            region, replicas = region_of(slot.name, tensor), replicas_of(tensor)
+            return LocalTensor(slot.name, memory_of(tensor), region, tensor, replicas, True)
         replicas = self._replicas.get(id(tensor), ())
         region = _core.Region.whole([] if tensor.is_nested else list(tensor.shape))
         return LocalTensor(slot.name, tensor.detach(), region, tensor, replicas, bool(replicas))
@@ -109,12 +110,15 @@ class ModelView:
 
     # ---- the model's state
 
-    def reshard(self) -> None:
-        """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
+    def reshard(self, refuse_written: bool = False) -> None:
+        """Frees unsharded copies of the weights, whatever the last forward left behind. ``refuse_written``: raises
+        where weights were written that their shards don't have yet, and would be lost; for ranks to agree on before any
+        of them writes. Local.
+        """
         if self._fsdp2:
             reshard(self._fsdp2)
         for adapter in self._hiding:
-            adapter.reshard()
+            adapter.reshard(refuse_written)
 
     def unchanged(self) -> bool:
         """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.08 us a
@@ -228,22 +232,12 @@ class ModelView:
         return [(local.name, local.shown) for local in self.parameters if not local.requires_grad]
 
     def written(self) -> None:
-        """Tells autograd that weights were written. Frees unsharded copies, in which old values would survive."""
-        self.bump_versions()
-        self.reshard()
-
-    def bump_versions(self) -> None:
         """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values
-        raises, where autograd can see it."""
+        raises, where autograd can see it. Frees unsharded copies, in which old values would survive."""
         torch.autograd.graph.increment_version([*self._whole, *self._sharded])
         for adapter in self._hiding:
             adapter.written()
-
-    def refuse_written(self) -> None:
-        """Raises where weights were written that their shards don't have yet, and would be lost. Local; for ranks to
-        agree on before any of them writes."""
-        for adapter in self._hiding:
-            adapter.refuse_written()
+        self.reshard()
 
 
 def find(model: nn.Module, group: dist.ProcessGroup | None = None, odd: bool = False) -> ModelView:

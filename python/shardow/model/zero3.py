@@ -35,9 +35,9 @@ class Zero3Adapter(Adapter):
     def shards(self) -> Iterator[torch.Tensor]:
         return (local.shown.ds_tensor for local in self.hidden)
 
-    def refuse_written(self) -> None:
-        """Raises where a gathered copy was written: that has not reached the ranks' stretches yet."""
-        for local in self.hidden:
+    def reshard(self, refuse_written: bool = False) -> None:
+        """Frees nothing: stretches are read as they are."""
+        for local in self.hidden if refuse_written else ():
             begin = begin_of(local.shown)
             whole = local.shown.detach().view(-1)[begin : begin + local.region.size]
             if whole.numel() == local.region.size and not torch.equal(

@@ -62,7 +62,8 @@ class ModelView:
             known = {(id(slot.owner), slot.key) for slot in self._found_buffers}
             new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
             self._found_buffers += self._collect(new, before=self._found_buffers)
-            self._buffers, self._followed = _locals(self._found_buffers), self._watch_buffers()
+            self._buffers = _locals(self._found_buffers)
+            self._followed = self._watch_of("_buffers", self._found_buffers)
         return self._buffers
 
     def _collect(self, slots: Iterable[Slot], before: Iterable[Slot] = ()) -> list[Slot]:
@@ -194,19 +195,21 @@ class ModelView:
     def _record(self) -> None:
         """What unchanged() compares with. Every module: a replaced one leaves the old parameters in place, out of the
         model."""
-        self._whole, self._sharded = _by_kind(self._found)
         shown = [parameter for adapter in self._hiding for parameter in adapter.shown()]
-        self._watch = self._watch_of(["_parameters", "_modules"], [*self._whole, *shown], self._sharded)
+        self._watch = self._watch_of("_parameters", self._found, shown)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(slot, slot.recorded, address_of(slot.local.tensor)) for slot in self._found_buffers]
-        self._buffer_watch = self._watch_buffers()
+        self._buffer_watch = self._watch_of("_buffers", self._found_buffers)
 
-    def _watch_of(self, keys: list[str], whole: list[torch.Tensor], sharded: list[torch.Tensor]) -> _core.Watch:
+    def _watch_of(self, key: str, slots: Iterable[Slot], shown: Iterable[torch.Tensor] = ()) -> _core.Watch:
+        """Returns a watch of what the modules have in their ``key``, and of the memory of ``slots`` and of what is
+        ``shown``; of what has elements in memory.
+        """
+        tensors = [slot.recorded for slot in slots if not oddity(slot.local.tensor)]
+        sharded: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        whole = [*(tensor for tensor in tensors if not isinstance(tensor, DTensor)), *shown]
         modules = [module.__dict__ for module in self.model.modules()]
-        return _core.Watch(modules, keys, whole, sharded, MARKS, _objects_behind)
-
-    def _watch_buffers(self) -> _core.Watch:
-        return self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
+        return _core.Watch(modules, [key, "_modules"], whole, sharded, MARKS, _objects_behind)
 
     def _flat_addresses(self) -> list[int]:
         return [shard.data_ptr() for adapter in self._hiding for shard in adapter.shards()]
@@ -234,7 +237,7 @@ class ModelView:
     def written(self) -> None:
         """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values
         raises, where autograd can see it. Frees unsharded copies, in which old values would survive."""
-        torch.autograd.graph.increment_version([*self._whole, *self._sharded])
+        torch.autograd.graph.increment_version([slot.recorded for slot in self._found])
         for adapter in self._hiding:
             adapter.written()
         self.reshard()
@@ -265,13 +268,6 @@ def _in_model_order(locals_: list[LocalTensor], modules: list[tuple[str, nn.Modu
     for i, (name, _) in enumerate(modules):
         order.setdefault(name, i)
     return sorted(locals_, key=lambda local: order[local.name.rpartition(".")[0]])
-
-
-def _by_kind(slots: Iterable[Slot]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns whole tensors and sharded ones, of those with elements in memory."""
-    tensors = [slot.recorded for slot in slots if not oddity(slot.local.tensor)]
-    sharded: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)], sharded
 
 
 def _objects_behind(tensor: torch.Tensor) -> tuple[int, int]:

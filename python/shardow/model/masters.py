@@ -16,22 +16,19 @@ def master_of(parameter: Any) -> tuple[torch.Tensor, int] | None:
     """This rank's stretch of a parameter's master and the number of its first element; None where nobody marked one:
     nobody trains it, or each rank has all of it."""
     if is_partitioned(parameter):
-        return _of_partition(parameter, getattr(parameter, "_z3_optimizer", None))
+        optimizer = getattr(parameter, "_z3_optimizer", None)
+        if optimizer is None or not parameter.requires_grad:
+            return None
+        if optimizer.get_param_id(parameter) not in optimizer.grad_position:
+            return None
+        master, begin = optimizer.get_local_fp32_param(parameter).detach(), begin_of(parameter)
+        return master[: min(master.numel(), parameter.ds_numel - begin)], begin  # without its padding
     if not hasattr(parameter, "_hp_mapping"):
         return None
     link = parameter._hp_mapping
     if link is None:  # others have all of it
         return torch.empty(0, device=parameter.device), 0
     return link.hp_fragment.detach(), link.lp_fragment_address.start
-
-
-def _of_partition(p: Any, optimizer: Any) -> tuple[torch.Tensor, int] | None:
-    """Of the same elements as ``ds_tensor``, without its padding."""
-    if optimizer is None or not p.requires_grad or optimizer.get_param_id(p) not in optimizer.grad_position:
-        return None
-    begin = begin_of(p)
-    master = optimizer.get_local_fp32_param(p).detach()
-    return master[: min(master.numel(), p.ds_numel - begin)], begin
 
 
 def fill_masters_too(held: Held) -> None:

@@ -59,6 +59,16 @@ def test_weights_that_are_tied_by_their_memory_and_no_longer_so_are_an_error() -
     assert equal(ema.full_state_dict(complete=False), before)
 
 
+def test_weights_that_are_tied_by_their_memory_since_are_an_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    ema = shardow.EMA(model, DECAY)
+    before = ema.full_state_dict(complete=False)
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match=r"'1\.weight' lies in the memory of '0\.weight', it was '1\.weight'"):
+        ema.update()
+    assert equal(ema.full_state_dict(complete=False), before)
+
+
 def test_memory_that_moved_under_the_same_parameters_is_followed() -> None:
     model = make_model()
     ema = shardow.EMA(model, DECAY)

@@ -40,7 +40,7 @@ def copy_to(core: Averages, model: nn.Module, decay: object, complete: bool = Tr
         for place in places.values():
             if not oddity(place.tensor):
                 refuse_expanded(place.name, place.tensor)
-        target.refuse_written()
+        target.reshard(refuse_written=True)
         return core.handing_out("copy_to()", core.others if complete else None, decay=decay)
 
     core.ranks.step("copy_to()", prepare)

@@ -182,7 +182,7 @@ class Averages:
         common = self.handed_out(what)
         if others is not None:
             self.swap.ready(what)
-            self.view.refuse_written()
+            self.view.reshard(refuse_written=True)
             weights = set(self.view.parameters)
             common += [common_of(local) for local in others() if local in weights]
         states = self.states(what, **facts)

@@ -126,7 +126,7 @@ class Swap:
         self.refuse(what)
         self._find_weights(what, writes)
         if writes:
-            self._view.refuse_written()
+            self._view.reshard(refuse_written=True)
 
     def ready_to_update(self) -> None:
         """ready(), while an update may go on: the engine begins the next one before it tells what that one met, so that
@@ -149,15 +149,14 @@ class Swap:
         """Memory of the model that moved, or is unsharded for a while, is followed. Raises where more than memory has
         changed.
         """
-        if not self.follow_moves():
-            raise invalid(self._view.explain_change())
+        if (why := self.follow_moves()) is not None:
+            raise invalid(why)
 
-    def follow_moves(self) -> bool:
-        """The engine reads where the weights lie now. False where more than their memory has changed; nothing has
-        then."""
+    def follow_moves(self) -> str | None:
+        """The engine reads where the weights lie now. Returns what else has changed of them; nothing has here then."""
         self.refuse("following the model's memory")
         self._view.reshard()
-        return self._view.unchanged() or self._view.follow_moves(self.bind)
+        return None if self._view.unchanged() else self._view.follow_moves(self.bind)
 
     def follow_sources(self, sources: Mapping[str, Source]) -> None:
         """Takes sources whose memory has moved: the same elements of the same tensors. Local."""

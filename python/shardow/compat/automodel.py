@@ -250,7 +250,7 @@ class EMAManager(Managed):
         self._averages.swap.refuse("update()")
         view, view_now = self._averages.view, find(model, group=self._group)
         self._refuse_new(local.name for local in view_now.parameters if local.requires_grad)
-        if self._averages.swap.follow_moves() and _places(view) == _places(view_now):
+        if self._averages.swap.follow_moves() is None and _places(view) == _places(view_now):
             self._model = model
             return
         left = {local.name: None for local in view_now.parameters if local.name in self._shadow}

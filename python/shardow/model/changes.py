@@ -3,16 +3,14 @@ when they come back from a swap, after casts, moves to devices, replaced paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
+from shardow import _core
 from shardow.base.checks import invalid, warn
-from shardow.model.local import LocalTensor, memory_of, oddity
-from shardow.model.slots import Slot, slots
+from shardow.model.local import LocalTensor
 
 WAY_OUT = (
     "make the EMA after the model has its final form, "
@@ -21,58 +19,26 @@ WAY_OUT = (
 )
 
 
-def change(
-    model: nn.Module, made: Iterable[Slot], found: Iterable[Slot], hidden: Iterable[LocalTensor],
-    buffers: Iterable[Slot],
-) -> str | None:  # fmt: skip
-    """The first; None where nothing but addresses has changed. ``made``: all parameters that there were; ``found``:
-    those that are not hidden."""
-    named = {slot.name: slot.recorded for slot in made}
-    now = {slot.name: slot.recorded for slot in slots(model, "parameter")}
-    for name, was in named.items():
+#: What stays as it is where memory moves: (a tensor's object in the model, the first name of what lies in its memory,
+#: quoted, its dtype, device and region).
+Form = tuple[object, str, torch.dtype, torch.device, _core.Region]
+
+
+def change(was: Mapping[str, Form], now: Mapping[str, Form]) -> str | None:
+    """Returns what has become of the first tensor that is not as it ``was``; None where nothing but addresses has
+    changed. ``was``, ``now``: by name.
+    """
+    for name in {**was, **now}:
         if name not in now:
-            return f"parameter '{name}' is gone from the model; {WAY_OUT}"
-        if now[name] is not was and isinstance(was, DTensor) and not isinstance(now[name], DTensor):
-            return f"parameter '{name}' stays unsharded after reshard(); call this outside of forward and backward"
-        if now[name] is not was:
-            return f"parameter '{name}' has been replaced by another object since this EMA was made; {WAY_OUT}"
-    known = set(map(id, named.values()))
-    for name, tensor in now.items():
-        if id(tensor) not in known:
-            return f"parameter '{name}' has been added since this EMA was made, and has no average; {WAY_OUT}"
-    text = next(_changes(found, hidden, buffers), None)
-    return None if text is None else f"{text}; {WAY_OUT}"
-
-
-def _changes(found: Iterable[Slot], hidden: Iterable[LocalTensor], buffers: Iterable[Slot]) -> Iterator[str]:
-    for slot in found:
-        local, memory = slot.local, memory_of(slot.recorded)
-        if odd := oddity(local.tensor):
-            if oddity(memory) != odd:
-                yield f"parameter '{slot.name}' {odd}; it is not any more"
-            continue
-        now, was = tuple(slot.recorded.shape), tuple(local.region.shape)
-        if now != was:
-            yield f"parameter '{slot.name}' has shape {now}, it was {was} when this EMA was made"
-        if text := _difference(local, memory):
-            yield f"parameter '{slot.name}' {text}"
-        if memory.data_ptr() != local.memory().data_ptr():
-            yield f"parameter '{slot.name}' no longer shares the memory of '{local.name}'"
-    for local in hidden:
-        if text := _difference(local, local.memory()):
-            yield f"parameter '{local.name}' {text}"
-    for slot in buffers:
-        buffer = slot.owner.get(slot.key)
-        if buffer is not None and (text := _difference(slot.local, memory_of(buffer))):
-            yield f"buffer '{slot.name}' {text}"
-
-
-def _difference(local: LocalTensor, memory: torch.Tensor) -> str | None:
-    for what, now, was in (("is", memory.dtype, local.tensor.dtype), ("is on", memory.device, local.tensor.device)):
-        if now != was:
-            return f"{what} {now}, it was {was} when this EMA was made"
-    if memory.numel() != local.region.size:
-        return f"has {memory.numel()} elements on this rank, it had {local.region.size} when this EMA was made"
+            return f"'{name}' is gone from the model; {WAY_OUT}"
+        if name not in was:
+            return f"'{name}' has been added since this EMA was made, and has no average; {WAY_OUT}"
+        (before, *old), (after, *new) = was[name], now[name]
+        if after is not before:
+            return f"'{name}' has been replaced by another object since this EMA was made; {WAY_OUT}"
+        for what, value, expected in zip(("lies in the memory of", "is", "is on", "holds"), new, old, strict=True):
+            if value != expected:
+                return f"'{name}' {what} {value}, it was {expected} when this EMA was made; {WAY_OUT}"
     return None
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardow import _core
 from shardow.base.checks import unsupported, warn
-from shardow.model.local import LocalTensor, Replicas, memory_of
+from shardow.model.local import Replicas
 
 
 def region_of(name: str, tensor: Any) -> _core.Region:
@@ -77,11 +77,6 @@ def empty_like(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dt
     made = type(tensor)(empty, requires_grad=tensor.requires_grad)
     vars(made).update({key: value for key, value in vars(tensor).items() if not key.startswith("_")})
     return made
-
-
-def local_of(name: str, tensor: DTensor) -> LocalTensor:
-    """Returns what this rank holds of a DTensor."""
-    return LocalTensor(name, memory_of(tensor), region_of(name, tensor), tensor, replicas_of(tensor), True)
 
 
 def modules_of(model: nn.Module) -> list[Any]:

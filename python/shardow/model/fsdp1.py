@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from shardow import _core
 from shardow.base.checks import invalid, unsupported
@@ -47,11 +47,25 @@ def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> Non
         handle.post_reshard()
 
 
-def strays(handle: Any) -> Iterator[int]:
-    """Which original parameters are neither in the shard nor in its unsharded copy. FSDP takes them over in its next
-    forward, or forgets them if it shows its views anew before that."""
+def left(handle: Any) -> bool:
+    """The flat parameter is sharded, and not in the shard that FSDP goes back to after its next forward."""
     flat = handle.flat_param
-    memory = {one.untyped_storage().data_ptr() for one in (shard_of(handle), flat)}
+    return hasattr(flat, "_local_shard") and handle.is_sharded(flat) and flat.data_ptr() != flat._local_shard.data_ptr()
+
+
+def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
+    """Raises for weights that are not where FSDP keeps them, and would be lost: of original parameters those that are
+    neither in the shard nor in its unsharded copy. FSDP takes them over in its next forward, or forgets them if it
+    shows its views anew before that.
+    """
+    flat = handle.flat_param
+    if left(handle) and not torch.equal(flat.detach(), flat._local_shard.to(flat.dtype)):
+        raise invalid(
+            f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 "
+            "goes back to its own "
+            f"shard. Put these back into flat_param._local_shard; move models before their first forward, and {_WRITE}"
+        )
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (shard_of(handle), flat)}
     for i, (param, owner) in enumerate(zip(flat._params or (), flat._param_infos, strict=False)):
         now = owner.module._parameters.get(owner.param_name)
         if not isinstance(now, nn.Parameter) or (
@@ -61,47 +75,23 @@ def strays(handle: Any) -> Iterator[int]:
         if now is not param or (
             type(now) is nn.Parameter and now.numel() and now.untyped_storage().data_ptr() not in memory
         ):
-            yield i
-
-
-def left(handle: Any) -> bool:
-    """The flat parameter is sharded, and not in the shard that FSDP goes back to after its next forward."""
-    flat = handle.flat_param
-    return hasattr(flat, "_local_shard") and handle.is_sharded(flat) and flat.data_ptr() != flat._local_shard.data_ptr()
-
-
-def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
-    """Raises for weights that are not where FSDP keeps them, and would be lost."""
-    flat = handle.flat_param
-    if left(handle) and not torch.equal(flat.detach(), flat._local_shard.to(flat.dtype)):
-        raise invalid(
-            f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 "
-            "goes back to its own "
-            f"shard. Put these back into flat_param._local_shard; move models before their first forward, and {_WRITE}"
-        )
-    found = next(strays(handle), None)
-    if found is not None:
-        raise invalid(
-            f"parameter '{name(found)}' was put elsewhere (p.data = ..., or another Parameter in its place), which "
-            "FSDP1 takes over in its "
-            f"next forward: until then its shard holds the values from before. Run a forward first; or {_WRITE}"
-        )
+            raise invalid(
+                f"parameter '{name(i)}' was put elsewhere (p.data = ..., or another Parameter in its place), which "
+                "FSDP1 takes over in its next forward: until then its shard holds the values from before. Run a "
+                f"forward first; or {_WRITE}"
+            )
 
 
 class Fsdp1Adapter(Adapter):
     def __init__(self, model: nn.Module) -> None:
-        inside: list[Any] = [
-            one for one in model.modules() if isinstance(one, FullyShardedDataParallel) and one._handle is not None
-        ]
-        owned = {key for module in inside for key in _owners(module._handle.flat_param)}
-        self._wrappers = inside + _wrappers_around(model, owned, _parameters_of(inside))
+        self._wrappers = _wrappers_of(model)
         names = defaultdict(list)
         for name, module in walk(model) if self._wrappers else ():
             names[id(module)].append(name)
         #: By the id of a flat parameter and the number of a parameter in it.
         self._places = {place: local for module in self._wrappers for place, local in _flat_tensors(module, names)}
         self.hidden = [*self._places.values()]
-        self.owned = _parameters_of(self._wrappers)
+        self.owned = shown_by(self._wrappers)
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Returns the groups of the ranks that share flat parameters; of hybrid sharding, a product of two groups of
@@ -129,7 +119,7 @@ class Fsdp1Adapter(Adapter):
     def in_place(self) -> bool:
         return not any(left(module._handle) for module in self._wrappers)
 
-    def reshard(self) -> None:
+    def reshard(self, refuse_written: bool = False) -> None:
         for module in self._wrappers:
             free_unsharded(module._handle, partial(self._name, module._handle.flat_param))
 
@@ -138,37 +128,32 @@ class Fsdp1Adapter(Adapter):
         return str(flat._fqns[index]) if local is None else local.name
 
 
-def _wrappers_around(model: nn.Module, owned: set[int], known: set[int]) -> list[Any]:
-    """FSDP1 wrappers outside of ``model`` whose flat parameters hold weights of its modules. ``owned``: ids of the
-    modules whose weights the wrappers inside hold; ``known``: of those parameters. FSDP1 registers its wrappers
-    nowhere, so they are looked for among all of Python's objects, where a parameter bears FSDP1's mark or a module has
-    a tensor in a parameter's place."""
-    if not dist.is_available() or not dist.is_initialized():
-        return []
+def _wrappers_of(model: nn.Module) -> list[Any]:
+    """Returns the FSDP1 wrappers whose flat parameters hold weights of the model's modules: those in it, and those that
+    it is a part of. FSDP1 registers its wrappers nowhere, so these are looked for among all of Python's objects, where
+    a module bears FSDP's mark and has no FSDP above it here.
+    """
     modules = {id(module): module for module in model.modules()}
-    marked = [
-        slot
-        for slot in slots(model, "parameter")
-        if id(slot.recorded) not in known and hasattr(slot.recorded, "_fsdp_flattened")
+    found: list[Any] = [
+        module
+        for module in modules.values()
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None
     ]
-    others = (module for key, module in modules.items() if key not in owned)
-    if not marked and not any(isinstance(value, torch.Tensor) for module in others for value in vars(module).values()):
-        return []
-    found = [
-        one for one in wrappers() if id(one) not in modules and not _owners(one._handle.flat_param).isdisjoint(modules)
-    ]
-    reached = _parameters_of(found)
-    if any(id(slot.recorded) not in reached for slot in marked):
-        some = ", ".join(f"{slot.key} of {type(slot.module).__name__}" for slot in marked[:8])
+    tops = [module for module in modules.values() if isinstance(module, (FSDPModule, FullyShardedDataParallel))]
+    below = {id(module) for top in tops for module in top.modules()}
+    if all(key in below or "_is_fsdp_managed_module" not in vars(module) for key, module in modules.items()):
+        return found
+    for wrapper in wrappers():
+        flat = wrapper._handle.flat_param
+        infos = [*flat._param_infos, *flat._shared_param_infos]
+        if id(wrapper) not in modules and any(id(info.module) in modules for info in infos):
+            found.append(wrapper)
+    reached = shown_by(found)
+    marked = [slot for slot in slots(model, "parameter") if hasattr(slot.recorded, "_fsdp_flattened")]
+    if lost := [f"{slot.key} of {type(slot.module).__name__}" for slot in marked if id(slot.recorded) not in reached]:
         why = "this is a part of an FSDP1 model that is gone, so nothing tells which elements it holds"
-        raise unsupported(f"{some}: {why}; pass the whole model, or keep it alive")
+        raise unsupported(f"{', '.join(lost[:8])}: {why}; pass the whole model, or keep it alive")
     return found
-
-
-def _owners(flat: Any) -> set[int]:
-    """Ids of the modules whose parameters lie in a flat parameter, by whatever name."""
-    tied = [one for info in flat._shared_param_infos for one in (info.module, info.prim_module)]
-    return {id(one) for one in [*(info.module for info in flat._param_infos), *tied]}
 
 
 def wrappers() -> Iterator[Any]:
@@ -178,7 +163,7 @@ def wrappers() -> Iterator[Any]:
             yield one
 
 
-def _parameters_of(wrappers: Sequence[Any]) -> set[int]:
+def shown_by(wrappers: Sequence[Any]) -> set[int]:
     """Ids of what modules show of the wrappers' weights."""
     return {
         id(p) for module in wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))

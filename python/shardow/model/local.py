@@ -110,14 +110,13 @@ class Adapter:
         """Returns whether the weights are where the wrapper goes back to."""
         return True
 
-    def reshard(self) -> None:
-        """Frees every unsharded copy of the weights, whose next use would show old values. Local."""
+    def reshard(self, refuse_written: bool = False) -> None:
+        """Frees every unsharded copy of the weights, whose next use would show old values. ``refuse_written``: raises
+        where a copy was written, which has not reached the weights yet. Local.
+        """
 
     def written(self) -> None:
         """Tells autograd that hidden weights were written, and frees copies of the old ones. Local."""
-
-    def refuse_written(self) -> None:
-        """Raises where a copy was written, which has not reached the weights yet. Local."""
 
 
 def oddity(tensor: torch.Tensor) -> str | None:

@@ -9,7 +9,6 @@ import torch
 
 from shardow.base.checks import unsupported
 from shardow.model.parts import Held
-from shardow.model.slots import by_tensor, slots
 from shardow.model.zero3 import begin_of, is_partitioned
 
 
@@ -17,7 +16,13 @@ def master_of(parameter: Any) -> tuple[torch.Tensor, int] | None:
     """This rank's stretch of a parameter's master and the number of its first element; None where nobody marked one:
     nobody trains it, or each rank has all of it."""
     if is_partitioned(parameter):
-        return _of_partition(parameter, getattr(parameter, "_z3_optimizer", None))
+        optimizer = getattr(parameter, "_z3_optimizer", None)
+        if optimizer is None or not parameter.requires_grad:
+            return None
+        if optimizer.get_param_id(parameter) not in optimizer.grad_position:
+            return None
+        master, begin = optimizer.get_local_fp32_param(parameter).detach(), begin_of(parameter)
+        return master[: min(master.numel(), parameter.ds_numel - begin)], begin  # without its padding
     if not hasattr(parameter, "_hp_mapping"):
         return None
     link = parameter._hp_mapping
@@ -26,41 +31,31 @@ def master_of(parameter: Any) -> tuple[torch.Tensor, int] | None:
     return link.hp_fragment.detach(), link.lp_fragment_address.start
 
 
-def _of_partition(p: Any, optimizer: Any) -> tuple[torch.Tensor, int] | None:
-    """Of the same elements as ``ds_tensor``, without its padding."""
-    if optimizer is None or not p.requires_grad or optimizer.get_param_id(p) not in optimizer.grad_position:
-        return None
-    begin = begin_of(p)
-    master = optimizer.get_local_fp32_param(p).detach()
-    return master[: min(master.numel(), p.ds_numel - begin)], begin
-
-
 def fill_masters_too(held: Held) -> None:
     """What fills ``held`` fills the masters: ZeRO-3's first, and from them the weights; others from the weights. Raises
     where it can't.
     """
     if held.view is None:
         return
-    at = {name: number for number, part in enumerate(held.parts) for name in held.names[part.name]}
-    for slot, *_ in by_tensor(slots(held.view.model, "parameter")).values():
-        number = at.get(slot.name)
-        if number is None:
+    parameters = {local.name: local.shown for local in held.view.parameters}
+    for number, part in enumerate(held.parts):
+        if (parameter := parameters.get(part.name)) is None:
             continue
-        if getattr(getattr(slot.recorded, "_z3_optimizer", None), "swap_optimizer", False):
+        if getattr(getattr(parameter, "_z3_optimizer", None), "swap_optimizer", False):
             way_out = "load before deepspeed.initialize(), or offload to 'cpu'"
             raise unsupported(
-                f"'{slot.name}' has its master on NVMe, from which the next step would bring back the old weights: "
+                f"'{part.name}' has its master on NVMe, from which the next step would bring back the old weights: "
                 f"{way_out}"
             )
-        if (found := master_of(slot.recorded)) is None or not found[0].numel():
+        if (found := master_of(parameter)) is None or not found[0].numel():
             continue
-        part, (master, first) = held.parts[number], found
-        if is_partitioned(slot.recorded):
+        master, first = found
+        if is_partitioned(parameter):
             held.parts[number] = part._replace(flat=master)
             held.copied.append((part.flat, master))
         else:
             weights = part.flat[first : first + master.numel()]
-            _refuse_unlike(slot.name, weights, master)
+            _refuse_unlike(part.name, weights, master)
             held.copied.append((master, weights))
 
 

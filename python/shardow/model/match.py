@@ -115,25 +115,23 @@ def _shape(form: object) -> list[int] | None:
 def compare(here: Mapping[str, T], there: Mapping[str, T]) -> Fit[T]:
     """Compares tensors of the same names. A form is whatever must be equal: a shape, a region."""
     keys = {name: name for name in here if name in there}
-    return _fit(keys, here, there, [name for name in there if name not in here])
+    different = [(name, here[name], there[name]) for name in keys if not _same(here[name], there[name])]
+    missing, unexpected = [name for name in here if name not in there], [name for name in there if name not in here]
+    return Fit(keys, missing, unexpected, different)
 
 
 def fit(held: Held, state: Mapping[str, object], where: str) -> Fit[Form | None]:
     """Compares tensors of names as matched() finds them; None is the form of what is no tensor."""
     keys = matched(held, state, where)
     here = {part.name: Form(tuple(part.region.shape), part.flat.dtype) for part in held.parts}
-    return _fit(keys, here, {key: form_of(state[key]) for key in keys.values()}, unexpected(held, keys, state))
+    found = compare(here, {name: _form_of(state[key]) for name, key in keys.items()})
+    return replace(found, keys=keys, unexpected=unexpected(held, keys, state))
 
 
-def form_of(value: object) -> Form | None:
+def _form_of(value: object) -> Form | None:
     if isinstance(value, Form):
         return value
     return Form(tuple(value.size()), value.dtype) if isinstance(value, torch.Tensor) else None
-
-
-def _fit(keys: dict[str, str], here: Mapping[str, T], there: Mapping[str, T], unexpected: list[str]) -> Fit[T]:
-    different = [(name, here[name], there[key]) for name, key in keys.items() if not _same(here[name], there[key])]
-    return Fit(keys, [name for name in here if name not in keys], unexpected, different)
 
 
 def _same(here: object, there: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -52,35 +53,29 @@ def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
     found: Bindings = []
     there = {id(slot.recorded): (slot.module, slot.key) for slot in slots(model, "parameter")}
     modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
-
-    def place(param: torch.Tensor, name: str | None) -> tuple[nn.Module, str] | None:
-        reference, key = _origins.get(param, (lambda: None, ""))
-        path, _, named_key = (name or "").rpartition(".")
-        return there.get(id(param)) or _place(reference(), key) or _place(modules.get(path), named_key)
-
     for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [None] * len(group["params"])
-        known = [*map(place, group["params"], names)]
-        found.append([place for place in known if place is not None])
-        if None in known:
-            i = known.index(None)
-            lost = (
-                f"parameter {i} of shape {tuple(group['params'][i].shape)} is not in the model, and it is not known "
-                "where it was"
-            )
-            way_out = "build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
-            raise invalid(f"optimizer group {number}: {lost}; {way_out}")
+        names = group.get("param_names") or [""] * len(group["params"])
+        found.append([])
+        for i, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
+            reference, key = _origins.get(parameter, (lambda: None, ""))
+            path, _, named_key = name.rpartition(".")
+            place = there.get(id(parameter)) or _place(reference(), key) or _place(modules.get(path), named_key)
+            if place is None:
+                lost = (
+                    f"parameter {i} of shape {tuple(parameter.shape)} is not in the model, and it is not known where "
+                    "it was"
+                )
+                way_out = "build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
+                raise invalid(f"optimizer group {number}: {lost}; {way_out}")
+            found[-1].append(place)
     return found
 
 
 def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
     """Puts the model's parameters into the groups; state goes with its parameter, and is sharded as it is."""
     groups = [[module._parameters[key] for module, key in where] for where in places]
-    pairs = [
-        (old, new)
-        for group, now in zip(optimizer.param_groups, groups, strict=True)
-        for old, new in zip(group["params"], now, strict=True)
-    ]
+    before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    pairs = zip(before, itertools.chain(*groups), strict=True)
     moved = [(old, new) for old, new in pairs if new is not None and old is not new and old in optimizer.state]
     # Makes what there may be no memory for before anything changes.
     states = [state_for(new, optimizer.state[old]) for old, new in moved]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from shardow.model.dtensor import fsdp_modules, parameters_of, reshard
-from shardow.model.fsdp1 import free_unsharded, wrappers
+from shardow.model.fsdp1 import free_unsharded, shown_by, wrappers
 
 
 def resharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -22,9 +22,9 @@ def resharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     shards = _reshard_fsdp2(found)
     if any(hasattr(p, "_fsdp_flattened") for p in found):  # FSDP1's own mark
         wanted = set(map(id, found))
-        for handle in (one._handle for one in wrappers()):
-            if not wanted.isdisjoint(map(id, (handle.flat_param, *(handle.flat_param._params or ())))):
-                free_unsharded(handle)
+        for wrapper in wrappers():
+            if not wanted.isdisjoint(shown_by([wrapper])):
+                free_unsharded(wrapper._handle)
     return [shards.get(id(p), p) for p in found]
 
 

@@ -88,8 +88,7 @@ def values_in_file(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) -> Held:
     view = find(model, group=group)
-    view.reshard()
-    view.refuse_written()
+    view.reshard(refuse_written=True)
     rank = 0 if view.process_group is None else dist.get_rank(view.process_group)
     found = [one for one in [*view.parameters, *view.buffers] if not saving or one.counts_on(rank)]
     held = Held([], {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)
@@ -136,8 +135,7 @@ def _part(name: str, tensor: Any, copied: list[tuple[torch.Tensor, torch.Tensor]
 
 def flat_of(local: torch.Tensor, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """The elements one after another: the tensor's own memory, or a copy that is noted."""
-    if local.is_contiguous() and not local.is_conj() and not local.is_neg():
-        return local if local.dim() == 1 else local.view(-1)
-    copy = local.resolve_conj().resolve_neg().contiguous()
-    copied.append((local, copy))
-    return copy.view(-1)
+    flat = local.resolve_conj().resolve_neg().contiguous().view(-1)
+    if not local.is_contiguous() or local.is_conj() or local.is_neg():
+        copied.append((local, flat))
+    return flat

@@ -10,7 +10,6 @@ the global shape, which is nowhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,7 +52,25 @@ class Piece(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        return _of_local(func, args, kwargs or {})
+        """Returns ``func`` of the local memory. Raises UnsupportedError for all but copies and torch.equal() of
+        pieces.
+        """
+        options = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}  # of the whole
+        if func is _aten.equal.default and all(isinstance(argument, Piece) for argument in args):
+            return args[0].region == args[1].region and torch.equal(args[0].local, args[1].local)
+        if func is _aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            func, args = _aten.empty_like.default, args[:1]
+        first: Piece = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Piece))
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+        if func not in _COPIES or any(getattr(tensor, "region", None) != first.region for tensor in tensors):
+            raise unsupported(
+                f"{func._schema.name.removeprefix('aten::')} of a Piece, this rank's part of a tensor of shape "
+                f"{tuple(first.shape)} ({first.region}): a Piece is copied and moved, and takes copies of a piece of "
+                "the same region, nothing else. Use .local, the elements held here, 1-D, or EMA.full_state_dict() for "
+                "whole tensors"
+            )
+        result = func(*(getattr(argument, "local", argument) for argument in args), **options)
+        return first if func is _aten.copy_.default else Piece(result, first.region)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # One text, so that a whole state warns once.
@@ -93,26 +110,6 @@ class Piece(torch.Tensor):
             if index.offset is None or tuple(offsets) == tuple(index.offset):
                 return self.local[begin : begin + math.prod(sizes)].view(sizes)
         raise errors.make("internal", f"{index.fqn}: no box at {index.offset} in {self.region}")
-
-
-def _of_local(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns ``func`` of the local memory. Raises UnsupportedError for all but copies and torch.equal() of pieces."""
-    if func is _aten.equal.default and all(isinstance(argument, Piece) for argument in args):
-        return args[0].region == args[1].region and torch.equal(args[0].local, args[1].local)
-    if func is _aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
-        func, args = _aten.empty_like.default, args[:1]
-    first: Piece = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Piece))
-    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
-    if func not in _COPIES or any(getattr(tensor, "region", None) != first.region for tensor in tensors):
-        raise unsupported(
-            f"{func._schema.name.removeprefix('aten::')} of a Piece, this rank's part of a tensor of shape "
-            f"{tuple(first.shape)} ({first.region}): a Piece is copied and moved, and takes copies of a piece of the "
-            "same region, nothing else. Use .local, the elements held here, 1-D, or EMA.full_state_dict() for whole "
-            "tensors"
-        )
-    options = {name: value for name, value in kwargs.items() if name != "memory_format"}  # that of the whole tensor
-    result = func(*(getattr(argument, "local", argument) for argument in args), **options)
-    return first if func is _aten.copy_.default else Piece(result, first.region)
 
 
 def _rebuild(local: torch.Tensor, encoded: bytes) -> Piece:

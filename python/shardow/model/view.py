@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core
 from shardow.base.checks import instance, invalid, unsupported
-from shardow.model.changes import WAY_OUT, change
-from shardow.model.dtensor import local_of, modules_of, reshard, unsharded
+from shardow.model.changes import WAY_OUT, Form, change
+from shardow.model.dtensor import modules_of, region_of, replicas_of, reshard, unsharded
 from shardow.model.fsdp1 import Fsdp1Adapter
 from shardow.model.groups import group_of_tensors
 from shardow.model.local import LocalTensor, memory_of, oddity, refuse_all_odd, replicas_by_parameter
@@ -62,7 +62,8 @@ class ModelView:
             known = {(id(slot.owner), slot.key) for slot in self._found_buffers}
             new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
             self._found_buffers += self._collect(new, before=self._found_buffers)
-            self._buffers, self._followed = _locals(self._found_buffers), self._watch_buffers()
+            self._buffers = _locals(self._found_buffers)
+            self._followed = self._watch_of("_buffers", self._found_buffers)
         return self._buffers
 
     def _collect(self, slots: Iterable[Slot], before: Iterable[Slot] = ()) -> list[Slot]:
@@ -80,7 +81,8 @@ class ModelView:
         """Returns what this rank holds of a slot's tensor, which is whole where it is no DTensor."""
         tensor = slot.recorded
         if isinstance(tensor, DTensor):
-            return local_of(slot.name, tensor)
+            region, replicas = region_of(slot.name, tensor), replicas_of(tensor)
+            return LocalTensor(slot.name, memory_of(tensor), region, tensor, replicas, True)
         replicas = self._replicas.get(id(tensor), ())
         region = _core.Region.whole([] if tensor.is_nested else list(tensor.shape))
         return LocalTensor(slot.name, tensor.detach(), region, tensor, replicas, bool(replicas))
@@ -89,9 +91,7 @@ class ModelView:
         """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be
         lost."""
         found = [*self._found, *self._found_buffers]
-        places: dict[int, list[Slot]] = {}
-        for slot in found:
-            places.setdefault(id(slot.local), []).append(slot)
+        instead: dict[int, LocalTensor] = {}
         for first, second in overlaps(local for local in _locals(found) if not oddity(local.tensor)):
             if (
                 first.tensor.data_ptr() != second.tensor.data_ptr()
@@ -103,18 +103,23 @@ class ModelView:
                     f"'{first.name}' and '{second.name}' share some of their memory; each average needs weights of "
                     "its own"
                 )
-            for slot in places[id(second)]:
-                slot.local = first
-                _add_alias(first, slot.name)
+            instead[id(second)] = first
+        for slot in found:
+            if (local := instead.get(id(slot.local))) is not None:
+                slot.local = local
+                _add_alias(local, slot.name)
 
     # ---- the model's state
 
-    def reshard(self) -> None:
-        """Frees unsharded copies of the weights, whatever the last forward left behind. Local."""
+    def reshard(self, refuse_written: bool = False) -> None:
+        """Frees unsharded copies of the weights, whatever the last forward left behind. ``refuse_written``: raises
+        where weights were written that their shards don't have yet, and would be lost; for ranks to agree on before any
+        of them writes. Local.
+        """
         if self._fsdp2:
             reshard(self._fsdp2)
         for adapter in self._hiding:
-            adapter.reshard()
+            adapter.reshard(refuse_written)
 
     def unchanged(self) -> bool:
         """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.08 us a
@@ -133,19 +138,21 @@ class ModelView:
         self.reshard()
         return self.unchanged()
 
-    def follow_moves(self, bind: Callable[[], object]) -> bool:
-        """Takes over memory that moved under the same parameters. False where more than addresses has changed; nothing
-        is taken over then. ``bind()`` tells those who hold the old addresses. The new ones count as known after it, so
-        that one that raises is called again.
+    def follow_moves(self, bind: Callable[[], object]) -> str | None:
+        """Takes over memory that moved under the same parameters. Returns what else has changed, and the way out;
+        nothing is taken over then. ``bind()`` tells those who hold the old addresses. The new ones count as known
+        after it, so that one that raises is called again.
         """
-        if self._change() is not None:
-            return False
+        buffers = {slot.name for slot in self._found_buffers} if self.watch_buffers else set()
+        now = ModelView(self.model, self.process_group)
+        if (why := change(self._forms(buffers), now._forms(buffers))) is not None:
+            return why
         for local in self.parameters:
             local.tensor = local.memory()
         self._follow_buffers()
         bind()
         self._record()
-        return True
+        return None
 
     def as_it_is_now(self) -> list[LocalTensor]:
         """Parameters and buffers found anew, whatever has become of the model; this view stays as it is."""
@@ -160,14 +167,16 @@ class ModelView:
         """Those that the model shows, and those that were recorded."""
         return [*self.model.parameters(), *(slot.recorded for slot in self._slots)]
 
-    def _change(self) -> str | None:
-        """None where nothing but addresses has changed."""
-        buffers = self._found_buffers if self.watch_buffers else ()
-        return change(self.model, self._slots, self._found, self._hidden, buffers)
-
-    def explain_change(self) -> str:
-        """Which tensor is not what it was when this view was made, and the way out."""
-        return self._change() or f"the model's parameters are not those that this EMA was made with; {WAY_OUT}"
+    def _forms(self, buffers: Set[str]) -> dict[str, Form]:
+        """Returns what stays as it is where memory moves, of the parameters and of ``buffers``, by all their names."""
+        places: list[tuple[str, object, LocalTensor]]
+        places = [(slot.name, slot.recorded, slot.local) for slot in self._found]
+        places += [(name, local.shown, local) for local in self._hidden for name in (local.name, *local.aliases)]
+        places += [(slot.name, None, slot.local) for slot in self._found_buffers if slot.name in buffers]
+        return {
+            name: (shown, f"'{local.name}'", local.tensor.dtype, local.tensor.device, local.region)
+            for name, shown, local in places
+        }
 
     def _follow_buffers(self) -> None:
         for slot in self._found_buffers:
@@ -186,19 +195,21 @@ class ModelView:
     def _record(self) -> None:
         """What unchanged() compares with. Every module: a replaced one leaves the old parameters in place, out of the
         model."""
-        self._whole, self._sharded = _by_kind(self._found)
         shown = [parameter for adapter in self._hiding for parameter in adapter.shown()]
-        self._watch = self._watch_of(["_parameters", "_modules"], [*self._whole, *shown], self._sharded)
+        self._watch = self._watch_of("_parameters", self._found, shown)
         self._recorded_flat = self._flat_addresses()
         self._recorded_buffers = [(slot, slot.recorded, address_of(slot.local.tensor)) for slot in self._found_buffers]
-        self._buffer_watch = self._watch_buffers()
+        self._buffer_watch = self._watch_of("_buffers", self._found_buffers)
 
-    def _watch_of(self, keys: list[str], whole: list[torch.Tensor], sharded: list[torch.Tensor]) -> _core.Watch:
+    def _watch_of(self, key: str, slots: Iterable[Slot], shown: Iterable[torch.Tensor] = ()) -> _core.Watch:
+        """Returns a watch of what the modules have in their ``key``, and of the memory of ``slots`` and of what is
+        ``shown``; of what has elements in memory.
+        """
+        tensors = [slot.recorded for slot in slots if not oddity(slot.local.tensor)]
+        sharded: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        whole = [*(tensor for tensor in tensors if not isinstance(tensor, DTensor)), *shown]
         modules = [module.__dict__ for module in self.model.modules()]
-        return _core.Watch(modules, keys, whole, sharded, MARKS, _objects_behind)
-
-    def _watch_buffers(self) -> _core.Watch:
-        return self._watch_of(["_buffers", "_modules"], *_by_kind(self._found_buffers))
+        return _core.Watch(modules, [key, "_modules"], whole, sharded, MARKS, _objects_behind)
 
     def _flat_addresses(self) -> list[int]:
         return [shard.data_ptr() for adapter in self._hiding for shard in adapter.shards()]
@@ -224,22 +235,12 @@ class ModelView:
         return [(local.name, local.shown) for local in self.parameters if not local.requires_grad]
 
     def written(self) -> None:
-        """Tells autograd that weights were written. Frees unsharded copies, in which old values would survive."""
-        self.bump_versions()
-        self.reshard()
-
-    def bump_versions(self) -> None:
         """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values
-        raises, where autograd can see it."""
-        torch.autograd.graph.increment_version([*self._whole, *self._sharded])
+        raises, where autograd can see it. Frees unsharded copies, in which old values would survive."""
+        torch.autograd.graph.increment_version([slot.recorded for slot in self._found])
         for adapter in self._hiding:
             adapter.written()
-
-    def refuse_written(self) -> None:
-        """Raises where weights were written that their shards don't have yet, and would be lost. Local; for ranks to
-        agree on before any of them writes."""
-        for adapter in self._hiding:
-            adapter.refuse_written()
+        self.reshard()
 
 
 def find(model: nn.Module, group: dist.ProcessGroup | None = None, odd: bool = False) -> ModelView:
@@ -267,13 +268,6 @@ def _in_model_order(locals_: list[LocalTensor], modules: list[tuple[str, nn.Modu
     for i, (name, _) in enumerate(modules):
         order.setdefault(name, i)
     return sorted(locals_, key=lambda local: order[local.name.rpartition(".")[0]])
-
-
-def _by_kind(slots: Iterable[Slot]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns whole tensors and sharded ones, of those with elements in memory."""
-    tensors = [slot.recorded for slot in slots if not oddity(slot.local.tensor)]
-    sharded: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)], sharded
 
 
 def _objects_behind(tensor: torch.Tensor) -> tuple[int, int]:

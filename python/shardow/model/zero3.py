@@ -35,19 +35,18 @@ class Zero3Adapter(Adapter):
     def shards(self) -> Iterator[torch.Tensor]:
         return (local.shown.ds_tensor for local in self.hidden)
 
-    def refuse_written(self) -> None:
-        """Raises where a gathered copy was written: that has not reached the ranks' stretches yet."""
-        for local in self.hidden:
+    def reshard(self, refuse_written: bool = False) -> None:
+        """Frees nothing: stretches are read as they are."""
+        for local in self.hidden if refuse_written else ():
             begin = begin_of(local.shown)
             whole = local.shown.detach().view(-1)[begin : begin + local.region.size]
             if whole.numel() == local.region.size and not torch.equal(
                 whole.view(torch.uint8), local.memory().view(torch.uint8)
             ):
-                block = (
-                    "in deepspeed.zero.GatheredParameters(...): leave that block first, which gives each rank its "
-                    "stretch"
+                raise invalid(
+                    f"'{local.name}' was written while it is gathered, in deepspeed.zero.GatheredParameters(...): "
+                    "leave that block first, which gives each rank its stretch"
                 )
-                raise invalid(f"'{local.name}' was written while it is gathered, {block}")
 
     def written(self) -> None:
         gathered = [local.shown for local in self.hidden if local.shown.ds_status.name != "NOT_AVAILABLE"]
@@ -83,16 +82,10 @@ def _partition(places: Sequence[Slot]) -> LocalTensor:
 
 
 def _refuse(name: str, p: Any) -> None:
-    odd = {
-        "is offloaded to NVMe, where nothing can be averaged in place; offload to 'cpu'": p.ds_tensor.final_location
-        == "nvme",
-        "is kept quantised (zero_quantized_nontrainable_weights); leave that out": hasattr(
-            p.ds_tensor, "ds_quant_scale"
-        ),
-        "has a second partition (zero_hpz_partition_size), which writes here would not reach; leave that out": (
-            getattr(p, "ds_secondary_tensor", None) is not None
-        ),
-    }
-    for why, so in odd.items():
-        if so:
-            raise unsupported(f"'{name}' {why}")
+    if p.ds_tensor.final_location == "nvme":
+        raise unsupported(f"'{name}' is offloaded to NVMe, where nothing can be averaged in place; offload to 'cpu'")
+    if hasattr(p.ds_tensor, "ds_quant_scale"):
+        raise unsupported(f"'{name}' is kept quantised (zero_quantized_nontrainable_weights); leave that out")
+    if getattr(p, "ds_secondary_tensor", None) is not None:
+        why = "a second partition (zero_hpz_partition_size), which writes here would not reach"
+        raise unsupported(f"'{name}' has {why}; leave that out")

@@ -83,10 +83,7 @@ def to_empty(module: nn.Module) -> None:
     module's own tensors that are there memory without values, on the current accelerator or the CPU; FSDP1 shards it at
     once, unit by unit, and materialize() brings the values. What has values keeps them."""
     instance("to_empty(): module", module, nn.Module)
-    accelerator = torch.accelerator.current_accelerator()
-    device = torch.device("cpu")
-    if accelerator is not None:
-        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")  # an accelerator's current one
     for slot in slots_of(module):
         if slot.recorded.is_meta:
             if slot.recorded not in _empty:  # tied tensors stay so

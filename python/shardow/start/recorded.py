@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardow.model.storage import storage_key
@@ -105,12 +105,10 @@ class Record:
         self.twins = self.twins or object()
         copy = replace(self, made=list(self.made), calls=list(self.calls))
         copied = memo.get(self.tensor)
-        if isinstance(copied, torch.Tensor) and _recorder is not None and copied.is_meta:
-            _recorder.watch(copied, copy)
+        recorders = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Recorder)]
+        if isinstance(copied, torch.Tensor) and recorders and copied.is_meta:
+            recorders[-1].watch(copied, copy)
         return copy
-
-
-_recorder: Recorder | None = None
 
 
 def records_of(module: nn.Module) -> dict[str, Record]:
@@ -132,17 +130,6 @@ class Recorder(TorchFunctionMode):
         self._by_storage: dict[int, tuple[torch.Tensor, Record, list[nn.Module]]] = {}
         self._computed: dict[int, tuple[torch.Tensor, str]] = {}  # of recorded tensors, and how; by storage, too
         self._frame: types.FrameType | None = None  # of torch.nn.init, which is recorded already
-
-    def __enter__(self) -> Recorder:
-        global _recorder
-        self._outer, _recorder = _recorder, self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        global _recorder
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        _recorder = self._outer
 
     def watch(self, tensor: torch.Tensor, record: Record, module: nn.Module | None = None) -> None:
         record.tensor = id(tensor)

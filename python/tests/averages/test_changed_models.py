@@ -54,7 +54,17 @@ def test_weights_that_are_tied_by_their_memory_and_no_longer_so_are_an_error() -
     ema = shardow.EMA(model, DECAY)
     before = ema.full_state_dict(complete=False)
     model[1].weight.data = model[1].weight.data.clone()
-    with pytest.raises(ValueError, match=r"'1\.weight' no longer shares the memory of '0\.weight'"):
+    with pytest.raises(ValueError, match=r"'1\.weight' lies in the memory of '1\.weight', it was '0\.weight'"):
+        ema.update()
+    assert equal(ema.full_state_dict(complete=False), before)
+
+
+def test_weights_that_are_tied_by_their_memory_since_are_an_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    ema = shardow.EMA(model, DECAY)
+    before = ema.full_state_dict(complete=False)
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match=r"'1\.weight' lies in the memory of '0\.weight', it was '1\.weight'"):
         ema.update()
     assert equal(ema.full_state_dict(complete=False), before)
 

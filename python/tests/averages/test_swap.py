@@ -153,7 +153,7 @@ def test_out_of_memory_on_the_way_in_changes_nothing(monkeypatch: pytest.MonkeyP
     def fail() -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(averages_of(ema).view, "bump_versions", fail)
+    monkeypatch.setattr(averages_of(ema).view, "written", fail)
     with pytest.raises(MemoryError), ema.swapped():
         raise AssertionError("inside")
     monkeypatch.undo()

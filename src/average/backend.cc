@@ -188,10 +188,10 @@ void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool) 
   }
 }
 
-int swapping_device(const TensorView& parameter, const TensorView& average) {
-  const bool swaps =
+size_t most_swapped(const TensorView& parameter, const TensorView& average) {
+  const bool launched =
       on_cuda(parameter.device) && on_cuda(average.device) && kernels::swaps_in_place(parameter.dtype, average.dtype);
-  return swaps ? parameter.device.index : -1;
+  return launched ? kernels::cuda::Pairs::kMost : 1;
 }
 
 void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, kernels::Direction direction,

@@ -11,7 +11,7 @@ namespace shardow::average {
 using kernels::Direction;
 
 RingSwap::RingSwap(std::shared_ptr<Ring> ring, std::span<const TensorView> weights, size_t first, size_t end)
-    : ring_(std::move(ring)), first_(first), end_(end) {
+    : ring_(std::move(ring)), first_(first) {
   size_t used = ring_->slot_bytes();  // of the block's slot; full, so that the first piece begins a block
   for (size_t view = first; view < end; ++view) {
     const int64_t size = weights[view].region.size();

@@ -39,15 +39,12 @@ Any& waited(Any& average) {
 /// Calls the Updater of python/shardow/averages/torch_rules.py.
 class PythonBackend final : public average::Backend {
  public:
-  PythonBackend(nb::object updater, std::span<const TensorView> parameters) : updater_(std::move(updater)) {
-    for (const TensorView& parameter : parameters) begins_.push_back(parameter.data);
-  }
+  explicit PythonBackend(nb::object updater) : updater_(std::move(updater)) {}
   ~PythonBackend() override {
     const nb::gil_scoped_acquire gil;
     updater_.reset();
   }
 
-  void prepare_noise() override {}
   average::NonFiniteCount update(const kernels::Step& step, bool /*by_runs*/) override {
     const nb::gil_scoped_acquire gil;
     nb::list averages;
@@ -68,14 +65,13 @@ class PythonBackend final : public average::Backend {
   }
   average::NonFiniteCount read_count() override {
     const nb::gil_scoped_acquire gil;
-    const auto [elements, first] = nb::cast<std::pair<int64_t, size_t>>(updater_.attr("read_count")());
-    return {elements, first < begins_.size() ? begins_[first] : nullptr};
+    const auto [elements, first] = nb::cast<std::pair<int64_t, std::string>>(updater_.attr("read_count")());
+    return {elements, average::hash_name(first)};
   }
   int64_t table_bytes() const noexcept override { return 0; }
 
  private:
   nb::object updater_;
-  std::vector<const void*> begins_;
 };
 
 class PythonMemory final : public average::OtherMemory {
@@ -90,7 +86,7 @@ class PythonMemory final : public average::OtherMemory {
     const nb::gil_scoped_acquire gil;
     nb::list names;
     for (const TensorView& parameter : parameters) names.append(parameter.name);
-    return std::make_unique<PythonBackend>(memory_.attr("bind")(names), parameters);
+    return std::make_unique<PythonBackend>(memory_.attr("bind")(names));
   }
   void keep(const TensorView& weights) override { call("keep", weights.name); }
   void show(const TensorView& weights, size_t k) override { call("show", weights.name, k); }

@@ -22,16 +22,14 @@ class CpuBackend final : public Backend {
  public:
   CpuBackend(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
              base::ThreadPool& pool)
-      : table_(make_chunks(parameters, averages), RunCutter(parameters), averages.size(), pool),
-        shares_(table_.shares(0, table_.chunks().size())) {}
+      : table_(make_chunks(parameters, averages), RunCutter(parameters), averages.size(), pool, {{0}}) {}
 
-  NonFiniteCount update(const Step& step, bool by_runs) override { return table_.update(shares_, step, by_runs); }
-  void copy_parameters() override { table_.copy_parameters(shares_); }
-  int64_t table_bytes() const noexcept override { return table_.bytes() + static_cast<int64_t>(shares_.bytes()); }
+  NonFiniteCount update(const Step& step, bool by_runs) override { return table_.update(0, step, by_runs); }
+  void copy_parameters() override { table_.copy_parameters(0); }
+  int64_t table_bytes() const noexcept override { return table_.bytes(); }
 
  private:
   HostTable table_;
-  Shares shares_;
 };
 
 class CudaBackend final : public Backend {

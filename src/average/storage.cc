@@ -101,7 +101,6 @@ std::vector<TensorView> Storage::divide(std::span<const TensorView> views) const
 
 /// One arena for all averages of all parameters, each starting at a multiple of 64 bytes.
 void Storage::allocate() {
-  check_apart(whole());
   check_overlap(parts, parts, options);
   const Device device = parts.empty() ? Device{} : parts[0].device;
   std::vector<int64_t> begins;
@@ -117,14 +116,14 @@ void Storage::allocate() {
   const auto count = static_cast<int64_t>(options.schedules.size());
   const int64_t stride = device.kind == Device::Kind::kCpu ? arena_stride(bytes, static_cast<int>(count)) : bytes;
   arena = kernels::Memory(static_cast<size_t>((count - 1) * stride + bytes), device);
-  averages.assign(options.schedules.size(), parts);
-  for (size_t k = 0; k < averages.size(); ++k) {
+  std::vector<std::vector<TensorView>> views(options.schedules.size(), parts);
+  for (size_t k = 0; k < views.size(); ++k) {
     for (size_t i = 0; i < parts.size(); ++i) {
-      averages[k][i].dtype = options.dtype;
-      averages[k][i].data = arena.data() + static_cast<int64_t>(k) * stride + begins[i];
+      views[k][i].dtype = options.dtype;
+      views[k][i].data = arena.data() + static_cast<int64_t>(k) * stride + begins[i];
     }
   }
-  bound = make_bound(parts);
+  take(std::move(views));
 }
 
 /// What averages `views`, whose averages are ours. Rings are kept: to pin memory is slow. Of threads for what goes on

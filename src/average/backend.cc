@@ -156,10 +156,6 @@ Byte* at(Byte* data, DType dtype, int64_t element) {
   return data + byte_size(dtype, element);
 }
 
-std::byte* data_of(const TensorView& view) {
-  return static_cast<std::byte*>(view.data);
-}
-
 }  // namespace
 
 void cast_on_host(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count,
@@ -182,7 +178,7 @@ void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool) 
   if (on_cuda(from.device)) {
     kernels::cuda::cast(from.data, from.dtype, to.data, to.dtype, count, from.device);
   } else {
-    cast_on_host(data_of(from), from.dtype, data_of(to), to.dtype, count, pool);
+    cast_on_host(data_at(from, 0), from.dtype, data_at(to, 0), to.dtype, count, pool);
   }
 }
 
@@ -196,7 +192,7 @@ void swap(std::span<const TensorView> parameters, std::span<const TensorView> av
           base::ThreadPool& pool) {
   if (on_cuda(parameters[0].device)) return kernels::cuda::swap(parameters, averages, direction);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    swap_on_host(data_of(parameters[i]), parameters[i].dtype, data_of(averages[i]), averages[i].dtype,
+    swap_on_host(data_at(parameters[i], 0), parameters[i].dtype, data_at(averages[i], 0), averages[i].dtype,
                  parameters[i].region.size(), direction, pool);
   }
 }

@@ -20,10 +20,6 @@ constexpr int64_t kAlignment = 64;
 constexpr int64_t kPeriod = int64_t{64} << 20;
 constexpr int64_t kCached = int64_t{1} << 20;  // bytes: smaller averages stay in caches, where none of this was seen
 
-bool same_device(const Device& a, const Device& b) {
-  return a.kind == b.kind && a.index == b.index;
-}
-
 /// Views that are averaged together: parameters on one device, and where their averages are.
 struct Place {
   Device device;
@@ -40,7 +36,7 @@ std::vector<Place> places_of(std::span<const TensorView> parameters,
     const Device& device = parameters[i].device;
     const bool offloaded = is_offloaded(parameters[i], averages[0][i]);
     auto place = std::find_if(places.begin(), places.end(), [&](const Place& one) {
-      return same_device(one.device, device) && one.offloaded == offloaded;
+      return same_place(one.device, device) && one.offloaded == offloaded;
     });
     if (place == places.end()) {
       place = places.insert(place, {device, offloaded});
@@ -106,7 +102,7 @@ void Storage::allocate() {
   std::vector<int64_t> begins;
   int64_t bytes = 0;
   for (const TensorView& part : parts) {
-    if (!same_device(part.device, device)) {
+    if (!same_place(part.device, device)) {
       fail(Code::kUnsupported, "'{}' is on another device than '{}'; give the averages' memory yourself", part.name,
            parts[0].name);
     }

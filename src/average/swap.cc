@@ -135,19 +135,20 @@ class Swap::OwnMemory final : public WeightsMemory {
   /// A rank whose own swap failed early is needed by those that went on.
   std::vector<TensorView> places(bool /*strict*/) override {
     Group* const replicas = swap_.storage_.options.replicas;
-    if (!swap_.record_ && replicas != nullptr) own_.emplace(*replicas, swap_.storage_.whole());
+    if (!swap_.record_ && replicas != nullptr)
+      own_ = std::make_unique<ReplicaExchange>(*replicas, swap_.storage_.whole());
     return {};
   }
 
   void exchange(const std::function<void()>& writes, Deadline deadline) override {
     writes();
     Group& replicas = *swap_.storage_.options.replicas;
-    (swap_.record_ ? *swap_.record_->exchange : *own_).run(replicas, deadline);
+    (swap_.record_ ? swap_.record_->exchange : own_)->run(replicas, deadline);
   }
 
  private:
   Swap& swap_;
-  std::optional<ReplicaExchange> own_;
+  std::unique_ptr<ReplicaExchange> own_;
 };
 
 SwapRanks Swap::own_ranks() const {
@@ -194,7 +195,8 @@ SwapRecord Swap::prepare(std::span<const TensorView> weights, size_t k) const {
   updater_.wait();
   if (record_) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, record_->k);
   SwapRecord prepared{k, storage_.divide(weights), std::vector<Memory>(weights.size())};
-  if (storage_.options.replicas != nullptr) prepared.exchange.emplace(*storage_.options.replicas, weights);
+  if (storage_.options.replicas != nullptr)
+    prepared.exchange = std::make_unique<ReplicaExchange>(*storage_.options.replicas, weights);
   for (size_t i = 0; i < weights.size(); ++i) {
     const TensorView& part = prepared.weights[i];
     if (is_other(part) || kernels::swaps_in_place(part.dtype, storage_.options.dtype)) continue;
@@ -335,11 +337,7 @@ void Swap::take_back(std::span<const TensorView> places, WeightsMemory& model) {
   if (!places.empty()) {
     check_swappable(storage_.whole(), places);
     std::vector<TensorView> own = storage_.divide(places);
-    for (size_t i = 0; i < own.size(); ++i) {
-      if (own[i].dtype == record_->weights[i].dtype) continue;
-      fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were swapped in", own[i].name,
-           dtype_name(own[i].dtype), dtype_name(record_->weights[i].dtype));
-    }
+    check_dtypes(record_->weights, own, "swapped in");
     record_->weights.swap(own);
   }
   exchange_out();

@@ -77,7 +77,7 @@ struct SwapRecord {
   std::vector<TensorView> weights;    // the weights' memory: this rank's parts of it
   std::vector<kernels::Memory> kept;  // parallel to weights: those whose dtype does not swap in place, else empty
   std::vector<SwapStep> steps = {};   // of all weights, in order
-  std::optional<ReplicaExchange> exchange = std::nullopt;  // of AverageOptions::replicas
+  std::unique_ptr<ReplicaExchange> exchange = {};  // of AverageOptions::replicas
   size_t exchanged = 0;
   bool waited = false;   // in vain, for parts that others own
   bool entered = false;  // replicas: all have exchanged their own parts

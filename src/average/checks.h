@@ -19,7 +19,7 @@ void check_devices(std::span<const TensorView> parameters, const AverageOptions&
 void check_overlap(std::span<const TensorView> parameters, std::span<const TensorView> averages,
                    const AverageOptions& options);
 
-/// Of devices of one kind, which is one place on the host.
+/// Returns whether memory of both lies together; the host is one place.
 bool same_place(const Device& a, const Device& b);
 
 /// `averages` fit `parts`, the views that this rank averages.

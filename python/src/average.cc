@@ -28,26 +28,18 @@ namespace {
 
 using average::Inside;
 
-/// Other threads of Python go on while this one waits for an update in the background.
-template <typename Any>
-Any& waited(Any& average) {
-  const nb::gil_scoped_release release;
-  average.wait();
-  return average;
-}
+/// Other threads of Python go on meanwhile, as where an update in the background is waited for.
+using Released = nb::call_guard<nb::gil_scoped_release>;
 
 /// Calls the Updater of python/shardow/averages/torch_rules.py.
 class PythonBackend final : public average::Backend {
  public:
-  PythonBackend(nb::object updater, std::span<const TensorView> parameters) : updater_(std::move(updater)) {
-    for (const TensorView& parameter : parameters) begins_.push_back(parameter.data);
-  }
+  explicit PythonBackend(nb::object updater) : updater_(std::move(updater)) {}
   ~PythonBackend() override {
     const nb::gil_scoped_acquire gil;
     updater_.reset();
   }
 
-  void prepare_noise() override {}
   average::NonFiniteCount update(const kernels::Step& step, bool /*by_runs*/) override {
     const nb::gil_scoped_acquire gil;
     nb::list averages;
@@ -68,14 +60,13 @@ class PythonBackend final : public average::Backend {
   }
   average::NonFiniteCount read_count() override {
     const nb::gil_scoped_acquire gil;
-    const auto [elements, first] = nb::cast<std::pair<int64_t, size_t>>(updater_.attr("read_count")());
-    return {elements, first < begins_.size() ? begins_[first] : nullptr};
+    const auto [elements, first] = nb::cast<std::pair<int64_t, std::string>>(updater_.attr("read_count")());
+    return {elements, average::hash_name(first)};
   }
   int64_t table_bytes() const noexcept override { return 0; }
 
  private:
   nb::object updater_;
-  std::vector<const void*> begins_;
 };
 
 class PythonMemory final : public average::OtherMemory {
@@ -90,7 +81,7 @@ class PythonMemory final : public average::OtherMemory {
     const nb::gil_scoped_acquire gil;
     nb::list names;
     for (const TensorView& parameter : parameters) names.append(parameter.name);
-    return std::make_unique<PythonBackend>(memory_.attr("bind")(names), parameters);
+    return std::make_unique<PythonBackend>(memory_.attr("bind")(names));
   }
   void keep(const TensorView& weights) override { call("keep", weights.name); }
   void show(const TensorView& weights, size_t k) override { call("show", weights.name, k); }
@@ -140,14 +131,6 @@ class PythonWeights final : public average::WeightsMemory {
 
  private:
   nb::handle swap_;
-};
-
-/// nanobind copies what seems to be copied, as a vector of what can't be does.
-struct PreparedSwap {
-  explicit PreparedSwap(average::SwapRecord made) : record(std::move(made)) {}
-  PreparedSwap(PreparedSwap&&) = default;
-
-  average::SwapRecord record;
 };
 
 nb::dict stats_dict(const Average& average) {
@@ -219,19 +202,18 @@ void bind_average(nb::module_& m) {
           [](AverageOptions* self, std::vector<Schedule> schedules, const std::string& dtype, Rule rule,
              Rounding rounding, NonFinite non_finite, int64_t update_every, int64_t start_step, uint64_t seed,
              int num_threads, bool overlap, bool keep_values, int64_t ring_bytes) {
-            AverageOptions& options = *new (self) AverageOptions;
-            options.schedules = std::move(schedules);
-            options.dtype = dtype_from_name(dtype);
-            options.rule = rule;
-            options.rounding = rounding;
-            options.non_finite = non_finite;
-            options.update_every = update_every;
-            options.start_step = start_step;
-            options.seed = seed;
-            options.num_threads = num_threads;
-            options.overlap = overlap;
-            options.keep_values = keep_values;
-            options.ring_bytes = ring_bytes;
+            new (self) AverageOptions{.schedules = std::move(schedules),
+                                      .dtype = dtype_from_name(dtype),
+                                      .rule = rule,
+                                      .rounding = rounding,
+                                      .non_finite = non_finite,
+                                      .update_every = update_every,
+                                      .start_step = start_step,
+                                      .seed = seed,
+                                      .keep_values = keep_values,
+                                      .num_threads = num_threads,
+                                      .overlap = overlap,
+                                      .ring_bytes = ring_bytes};
           },
           nb::kw_only(), "schedules"_a, "dtype"_a, "rule"_a, "rounding"_a, "non_finite"_a, "update_every"_a,
           "start_step"_a, "seed"_a, "num_threads"_a, "overlap"_a = false, "keep_values"_a = false,
@@ -241,7 +223,7 @@ void bind_average(nb::module_& m) {
              return average::SwapRanks{&group, divided, milliseconds(timeout), std::move(whose)};
            }),
            "group"_a, "divided"_a, "timeout"_a, "whose"_a, nb::keep_alive<0, 1>());
-  nb::class_<PreparedSwap>(m, "PreparedSwap", "A swap that has all its memory, and has changed nothing.");
+  nb::class_<average::SwapRecord>(m, "PreparedSwap", "A swap that has all its memory, and has changed nothing.");
   nb::class_<Average>(m, "Average",
                       "Exponential moving averages of the parameters that this rank holds, in the caller's memory.")
       .def(
@@ -256,76 +238,74 @@ void bind_average(nb::module_& m) {
           "parameters"_a, "averages"_a, "options"_a, "other"_a = nb::none(),
           "`other`: what does the work on views of the device \"other\"")
       .def(
-          "bind", [](Average& self, const std::vector<TensorView>& parameters) { waited(self).bind(parameters); },
-          "parameters"_a)
+          "bind",
+          [](Average& self, const std::vector<TensorView>& parameters) {
+            self.wait();
+            self.bind(parameters);
+          },
+          "parameters"_a, Released())
       .def(
           "update",
           [](Average& self, std::optional<int64_t> step, double samples) {
-            UpdateReport report;
-            {
-              nb::gil_scoped_release release;
-              report = self.update(step, samples);
-            }
+            const UpdateReport report = self.update(step, samples);
             return std::pair(report.applied, report.non_finite);
           },
-          "step"_a = nb::none(), "samples"_a = 0.0, "(applied, elements held because their parameter was not finite)")
+          "step"_a = nb::none(), "samples"_a = 0.0, Released(),
+          "(applied, elements held because their parameter was not finite)")
       .def(
           "update_by",
           [](Average& self, const std::vector<std::pair<double, double>>& factors, std::optional<int64_t> step) {
             std::vector<Factors> given;
             for (const auto& [decay, weight] : factors) given.push_back({decay, weight});
-            const nb::gil_scoped_release release;
             return self.update_by(given, step).non_finite;
           },
-          "factors"_a, "step"_a = nb::none(),
+          "factors"_a, "step"_a = nb::none(), Released(),
           "The caller's (decay, weight) of each average; elements held because their parameter was not finite")
       .def("set_decay", &Average::set_decay, "decay"_a, "Of settable(), from the next update on.")
       .def(
           "prepare_replay",
           [](Average& self, std::optional<int64_t> step, double samples) {
-            const nb::gil_scoped_release release;
             return self.prepare_replay(step, samples).applied;
           },
-          "step"_a = nb::none(), "samples"_a = 0.0,
+          "step"_a = nb::none(), "samples"_a = 0.0, Released(),
           "Before each replay of a CUDA graph that captured update(): counts, and gives it its numbers.")
       .def(
           "set_stream",
           [](Average& self, int index, uintptr_t stream) { self.set_stream(index, reinterpret_cast<void*>(stream)); },
           "index"_a, "stream"_a,
           "CUDA: from here on the work on the device goes to this stream, behind what is under way on the last one.")
-      .def("wait", &Average::wait, nb::call_guard<nb::gil_scoped_release>(),
+      .def("wait", &Average::wait, Released(),
            "Until the update that goes on in the background, if any, has ended; raises what it met.")
-      .def("finish_reading", &Average::finish_reading, nb::call_guard<nb::gil_scoped_release>(),
+      .def("finish_reading", &Average::finish_reading, Released(),
            "Before the parameters change: CUDA devices wait for the copies of the update under way, the host until all "
            "have begun; else "
            "wait().")
-      .def("reset", &Average::reset, nb::call_guard<nb::gil_scoped_release>(),
-           "Copies the bound parameters into every average.")
+      .def("reset", &Average::reset, Released(), "Copies the bound parameters into every average.")
       .def(
           "prepare_swap",
           [](Average& self, size_t k, const std::vector<TensorView>& weights) {
             auto& inside = Inside::of(self);
-            return PreparedSwap(inside.swap.prepare(weights.empty() ? inside.storage.whole() : std::span(weights), k));
+            return inside.swap.prepare(weights.empty() ? inside.storage.whole() : std::span(weights), k);
           },
-          "k"_a, "weights"_a = std::vector<TensorView>(), nb::call_guard<nb::gil_scoped_release>(),
+          "k"_a, "weights"_a = std::vector<TensorView>(), Released(),
           "Of the k-th averages and weights, by default the bound ones. Step 1 of src/average/swap.cc, on this rank.")
       .def(
           "swap_in",
-          [](Average& self, PreparedSwap& prepared, nb::handle memory, const average::SwapRanks& ranks) {
+          [](Average& self, average::SwapRecord& prepared, nb::handle memory, const average::SwapRanks& ranks) {
             PythonWeights weights(memory);
-            const nb::gil_scoped_release release;
-            Inside::of(self).swap.enter(std::move(prepared.record), weights, ranks);
+            Inside::of(self).swap.enter(std::move(prepared), weights, ranks);
           },
-          "prepared"_a, "memory"_a, "ranks"_a, "Its steps 2 to 4. Where it raises, swap_out() comes next. Collective.")
+          "prepared"_a, "memory"_a, "ranks"_a, Released(),
+          "Its steps 2 to 4. Where it raises, swap_out() comes next. Collective.")
       .def(
           "swap_out",
           [](Average& self, nb::handle memory, const average::SwapRanks& ranks, std::string call, std::string error,
              bool enters, bool restores, bool strict) {
             PythonWeights weights(memory);
-            const nb::gil_scoped_release release;
             Inside::of(self).swap.leave({std::move(call), std::move(error), enters, restores, strict}, weights, ranks);
           },
           "memory"_a, "ranks"_a, "call"_a, "error"_a = "", "enters"_a = false, "restores"_a = false, "strict"_a = true,
+          Released(),
           "Its steps 5 to 8, from whatever point the swap has reached. `error`: what ended the block, or as it "
           "`enters`. Collective.")
       .def_prop_ro(
@@ -340,38 +320,32 @@ void bind_average(nb::module_& m) {
       .def(
           "non_finite",
           [](const Average& self) -> std::optional<std::tuple<int64_t, int64_t, std::string>> {
-            const auto met = waited(self).non_finite();
+            const auto met = self.non_finite();
             if (!met) return std::nullopt;
             return std::tuple(met->step, met->elements, met->tensor);
           },
+          Released(),
           "(step, elements on this rank, name of the first tensor) of the first update that held NaN or Inf and was "
           "not forgotten yet, or "
           "None.")
       .def("forget_non_finite", &Average::forget_non_finite)
-      .def(
-          "state", [](const Average& self) { return waited(self).state(); }, "Counters, schedules and seed as JSON.")
-      .def(
-          "set_state",
-          [](Average& self, std::string_view json, OptionsFrom options) { waited(self).set_state(json, options); },
-          "json"_a, "options"_a = OptionsFrom::kFile,
-          "Counters of a saved state, and with OptionsFrom.file its options; nothing has changed where it raises.")
+      .def("state", &Average::state, Released(), "Counters, schedules and seed as JSON.")
+      .def("set_state", &Average::set_state, "json"_a, "options"_a = OptionsFrom::kFile, Released(),
+           "Counters of a saved state, and with OptionsFrom.file its options; nothing has changed where it raises.")
       .def_prop_ro(
           "schedules",
           [](const Average& self) { return std::vector(self.schedules().begin(), self.schedules().end()); },
           "In force, one of each average.")
-      .def_prop_ro("decays", &Average::decays, nb::call_guard<nb::gil_scoped_release>(),
+      .def_prop_ro("decays", &Average::decays, Released(),
                    "Of the next step, one of each average; NaN where its schedule has none.")
       .def_prop_ro(
           "progress",
           [](const Average& self) {
-            average::Counters counters;
-            {
-              const nb::gil_scoped_release release;
-              const auto look = Inside::of(self).look();
-              counters = Inside::of(self).clock.counters;
-            }
+            const auto look = Inside::of(self).look();
+            const average::Counters& counters = Inside::of(self).clock.counters;
             return std::tuple(counters.step, counters.updates, counters.applied_step, counters.applied_samples);
           },
+          Released(),
           "(steps counted, updates applied, the step of the last that changed the averages, samples by then), without "
           "waiting.")
       .def(
@@ -380,7 +354,7 @@ void bind_average(nb::module_& m) {
           "batch"_a,
           "Training samples seen at the next step, where each one since the last update had `batch` of them.")
       .def(
-          "restart", [](Average& self) { Inside::of(self).restart(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "restart", [](Average& self) { Inside::of(self).restart(); }, Released(),
           "reset(), at step 0, with nothing counted.");
   m.def("cuda_available", &kernels::cuda::available, "True if a CUDA device answers.");
   m.def(

@@ -27,12 +27,6 @@ AverageOptions checked(AverageOptions options, bool of_kernels) {
   return options;
 }
 
-bool same_addresses(std::span<const TensorView> a, std::span<const TensorView> b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const TensorView& x, const TensorView& y) {
-    return x.data == y.data && x.device.kind == y.device.kind && x.device.index == y.device.index;
-  });
-}
-
 }  // namespace
 
 Average::Impl::Impl(std::vector<TensorView> parameters, AverageOptions chosen,
@@ -207,7 +201,8 @@ void Average::bind(std::span<const TensorView> parameters) {
     if (is.kind == Device::Kind::kCuda && is.stream != storage.whole()[i].device.stream)
       impl_->set_stream(is.index, is.stream);
   }
-  if (same_addresses(storage.whole(), parameters)) return;
+  const auto address = [](const TensorView& view) { return view.data; };
+  if (std::ranges::equal(storage.whole(), parameters, {}, address, address)) return;
   average::check_apart(parameters, storage.averages);
   updater.wait();
   swap.refuse("parameters have moved while they hold averages");

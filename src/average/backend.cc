@@ -22,16 +22,14 @@ class CpuBackend final : public Backend {
  public:
   CpuBackend(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
              base::ThreadPool& pool)
-      : table_(make_chunks(parameters, averages), RunCutter(parameters), averages.size(), pool),
-        shares_(table_.shares(0, table_.chunks().size())) {}
+      : table_(make_chunks(parameters, averages), RunCutter(parameters), averages.size(), pool, {{0}}) {}
 
-  NonFiniteCount update(const Step& step, bool by_runs) override { return table_.update(shares_, step, by_runs); }
-  void copy_parameters() override { table_.copy_parameters(shares_); }
-  int64_t table_bytes() const noexcept override { return table_.bytes() + static_cast<int64_t>(shares_.bytes()); }
+  NonFiniteCount update(const Step& step, bool by_runs) override { return table_.update(0, step, by_runs); }
+  void copy_parameters() override { table_.copy_parameters(0); }
+  int64_t table_bytes() const noexcept override { return table_.bytes(); }
 
  private:
   HostTable table_;
-  Shares shares_;
 };
 
 class CudaBackend final : public Backend {
@@ -158,10 +156,6 @@ Byte* at(Byte* data, DType dtype, int64_t element) {
   return data + byte_size(dtype, element);
 }
 
-std::byte* data_of(const TensorView& view) {
-  return static_cast<std::byte*>(view.data);
-}
-
 }  // namespace
 
 void cast_on_host(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count,
@@ -184,21 +178,21 @@ void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool) 
   if (on_cuda(from.device)) {
     kernels::cuda::cast(from.data, from.dtype, to.data, to.dtype, count, from.device);
   } else {
-    cast_on_host(data_of(from), from.dtype, data_of(to), to.dtype, count, pool);
+    cast_on_host(data_at(from, 0), from.dtype, data_at(to, 0), to.dtype, count, pool);
   }
 }
 
-int swapping_device(const TensorView& parameter, const TensorView& average) {
-  const bool swaps =
+size_t most_swapped(const TensorView& parameter, const TensorView& average) {
+  const bool launched =
       on_cuda(parameter.device) && on_cuda(average.device) && kernels::swaps_in_place(parameter.dtype, average.dtype);
-  return swaps ? parameter.device.index : -1;
+  return launched ? kernels::cuda::Pairs::kMost : 1;
 }
 
 void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, kernels::Direction direction,
           base::ThreadPool& pool) {
   if (on_cuda(parameters[0].device)) return kernels::cuda::swap(parameters, averages, direction);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    swap_on_host(data_of(parameters[i]), parameters[i].dtype, data_of(averages[i]), averages[i].dtype,
+    swap_on_host(data_at(parameters[i], 0), parameters[i].dtype, data_at(averages[i], 0), averages[i].dtype,
                  parameters[i].region.size(), direction, pool);
   }
 }

@@ -57,11 +57,10 @@ std::unique_ptr<Backend> make_backend(Device device, std::span<const TensorView>
 /// to <- from, converted, rounded to nearest even. One device, equal sizes.
 void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool);
 
-/// The device that exchanges a parameter with its average in place, kMostSwapped of them in one launch; -1: none.
-int swapping_device(const TensorView& parameter, const TensorView& average);
-inline constexpr size_t kMostSwapped = kernels::cuda::Pairs::kMost;
+/// How many like this parameter and its average, on one device, swap() takes at once.
+size_t most_swapped(const TensorView& parameter, const TensorView& average);
 
-/// Exchanges parameters of one swapping_device() with their averages; or one, which kernels::swaps_in_place().
+/// Exchanges parameters that kernels::swaps_in_place() with their averages, at most most_swapped() of them.
 void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, kernels::Direction direction,
           base::ThreadPool& pool);
 

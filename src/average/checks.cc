@@ -40,10 +40,6 @@ void check_rounding(const AverageOptions& options, bool of_kernels) {
   }
 }
 
-bool same_place(const Device& a, const Device& b) {
-  return a.kind == b.kind && (a.kind == Device::Kind::kCpu || a.index == b.index);
-}
-
 void check_fits(const TensorView& part, const TensorView& average, DType dtype) {
   if (average.name != part.name)
     fail(Code::kInvalidArgument, "average '{}' stands where '{}' belongs", average.name, part.name);
@@ -93,6 +89,10 @@ void check_shape(std::span<const TensorView> bound, std::span<const TensorView> 
 }
 
 }  // namespace
+
+bool same_place(const Device& a, const Device& b) {
+  return a.kind == b.kind && (a.kind == Device::Kind::kCpu || a.index == b.index);
+}
 
 void check_options(const AverageOptions& options, bool of_kernels) {
   if (options.schedules.empty() || options.schedules.size() > kernels::kMaxAverages) {
@@ -207,10 +207,14 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
 
 void check_same(std::span<const TensorView> bound, std::span<const TensorView> now) {
   check_shape(bound, now);
-  for (size_t i = 0; i < bound.size(); ++i) {
-    if (now[i].dtype == bound[i].dtype) continue;
-    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were made", now[i].name,
-         dtype_name(now[i].dtype), dtype_name(bound[i].dtype));
+  check_dtypes(bound, now, "made");
+}
+
+void check_dtypes(std::span<const TensorView> was, std::span<const TensorView> now, std::string_view done) {
+  for (size_t i = 0; i < was.size(); ++i) {
+    if (now[i].dtype == was[i].dtype) continue;
+    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were {}", now[i].name,
+         dtype_name(now[i].dtype), dtype_name(was[i].dtype), done);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "shardow/average.h"
@@ -18,6 +19,9 @@ void check_devices(std::span<const TensorView> parameters, const AverageOptions&
 void check_overlap(std::span<const TensorView> parameters, std::span<const TensorView> averages,
                    const AverageOptions& options);
 
+/// Returns whether memory of both lies together; the host is one place.
+bool same_place(const Device& a, const Device& b);
+
 /// `averages` fit `parts`, the views that this rank averages.
 void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages,
                     const AverageOptions& options);
@@ -27,6 +31,9 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
 
 /// `now` may differ from `bound` in addresses and streams alone.
 void check_same(std::span<const TensorView> bound, std::span<const TensorView> now);
+
+/// `now` has the dtypes that `was` had when the averages were `done`.
+void check_dtypes(std::span<const TensorView> was, std::span<const TensorView> now, std::string_view done);
 
 /// `weights` have the names and regions of `bound`; dtypes may differ (a master copy is averaged, the weights are
 /// evaluated).

@@ -16,23 +16,26 @@ constexpr int64_t kSerialPassElements = 1 << 18;
 
 }  // namespace
 
-HostTable::HostTable(std::vector<Chunk> chunks, RunCutter runs, size_t num_averages, base::ThreadPool& pool)
+HostTable::HostTable(std::vector<Chunk> chunks, RunCutter runs, size_t num_averages, base::ThreadPool& pool,
+                     std::span<const size_t> begins)
     : chunks_(std::move(chunks)),
       runs_(std::move(runs)),
       num_averages_(num_averages),
       pool_(pool),
-      counts_(static_cast<size_t>(pool.size())) {}
-
-Shares HostTable::shares(size_t begin, size_t end) const {
-  const std::span<const Chunk> some = chunks().subspan(begin, end - begin);
-  int64_t elements = 0;
-  for (const Chunk& chunk : some) elements += chunk.count;
-  return {some, elements < kSerialPassElements ? 1 : pool_.size(), begin};
+      counts_(static_cast<size_t>(pool.size())) {
+  for (size_t part = 0; part < begins.size(); ++part) {
+    const size_t begin = begins[part], end = part + 1 < begins.size() ? begins[part + 1] : chunks_.size();
+    const std::span<const Chunk> some = std::span(chunks_).subspan(begin, end - begin);
+    int64_t elements = 0;
+    for (const Chunk& chunk : some) elements += chunk.count;
+    parts_.emplace_back(some, elements < kSerialPassElements ? 1 : pool.size(), begin);
+  }
 }
 
 /// fn(thread, block) for every block, on all threads.
 template <typename Fn>
-void HostTable::for_each_block(Shares& shares, const Fn& fn) {
+void HostTable::for_each_block(size_t part, const Fn& fn) {
+  Shares& shares = parts_[part];
   shares.begin();
   const auto take_all = [&](int thread) {
     while (const std::optional<Stretch> block = shares.take(thread)) fn(thread, *block);
@@ -41,15 +44,15 @@ void HostTable::for_each_block(Shares& shares, const Fn& fn) {
   pool_.run(take_all);
 }
 
-NonFiniteCount HostTable::update(Shares& shares, const kernels::Step& step, bool by_runs) {
+NonFiniteCount HostTable::update(size_t part, const kernels::Step& step, bool by_runs) {
   std::fill(counts_.begin(), counts_.end(), NonFiniteCount{});
-  for_each_block(shares, [&](int thread, Stretch block) {
+  for_each_block(part, [&](int thread, Stretch block) {
     NonFiniteCount met;
     const auto run = [&](std::span<const Chunk> some) { met.add(kernels::cpu::update(some, step), some); };
     if (by_runs && runs_.cuts()) {
       runs_.for_each(chunks_, block.begin, block.end, std::ref(run));
     } else {
-      run(chunks().subspan(block.begin, block.end - block.begin));
+      run(std::span(chunks_).subspan(block.begin, block.end - block.begin));
     }
     met.block = block.begin;
     counts_[static_cast<size_t>(thread)].add(met);
@@ -59,8 +62,8 @@ NonFiniteCount HostTable::update(Shares& shares, const kernels::Step& step, bool
   return total;
 }
 
-void HostTable::copy_parameters(Shares& shares) {
-  for_each_block(shares, [&](int, Stretch block) {
+void HostTable::copy_parameters(size_t part) {
+  for_each_block(part, [&](int, Stretch block) {
     for (size_t k = 0; k < num_averages_; ++k) {
       for (size_t c = block.begin; c < block.end; ++c) {
         const Chunk& chunk = chunks_[c];
@@ -71,7 +74,9 @@ void HostTable::copy_parameters(Shares& shares) {
 }
 
 int64_t HostTable::bytes() const noexcept {
-  return static_cast<int64_t>(chunks_.capacity() * sizeof(Chunk) + runs_.bytes());
+  size_t bytes = chunks_.capacity() * sizeof(Chunk) + runs_.bytes();
+  for (const Shares& part : parts_) bytes += sizeof(Shares) + part.bytes();
+  return static_cast<int64_t>(bytes);
 }
 
 }  // namespace shardow::average

@@ -38,9 +38,9 @@ size_t whole_ring_bytes(std::span<const TensorView> parameters) {
 }
 
 /// Leads chunks through slots of `slot_bytes`, and makes the copies that bring them there: of neighbours in one
-/// allocation of the device's memory one together.
-std::vector<Offload::Cut> Offload::lay_out(std::span<Chunk> chunks, size_t slot_bytes) {
-  std::vector<Cut> blocks;
+/// allocation of the device's memory one together. Returns the first chunk of each block.
+std::vector<size_t> Offload::lay_out(std::span<Chunk> chunks, size_t slot_bytes) {
+  std::vector<size_t> chunk_begins;
   size_t used = slot_bytes;  // of the block's slot; full, so that the first chunk begins a block
   size_t rest = 0;           // of the allocation that the last copy is from
   for (size_t c = 0; c < chunks.size(); ++c) {
@@ -50,19 +50,21 @@ std::vector<Offload::Cut> Offload::lay_out(std::span<Chunk> chunks, size_t slot_
     const bool follows = c > 0 && aligned && from == copies_.back().from + copies_.back().bytes && bytes <= rest;
     size_t at = follows ? used : round_up(used);
     const bool begins = at + bytes > slot_bytes;
-    if (begins) at = 0;
-    if (begins) blocks.push_back({c, c, copies_.size(), copies_.size()});
-    std::byte* const to = ring_->slot(blocks.size() - 1) + at;
+    if (begins) {
+      at = 0;
+      chunk_begins.push_back(c);
+      blocks_.push_back({copies_.size(), copies_.size()});
+    }
+    std::byte* const to = ring_->slot(blocks_.size() - 1) + at;
     if (!follows) rest = kernels::cuda::rest_of_allocation(from, device_.index);
     if (begins || !follows) copies_.push_back({from, to, 0});
     rest -= std::min(rest, bytes);
     copies_.back().bytes += bytes;
     chunks[c].parameter = to;
     used = at + bytes;
-    blocks.back().end = c + 1;
-    blocks.back().end_copy = copies_.size();
+    blocks_.back().end = copies_.size();
   }
-  return blocks;
+  return chunk_begins;
 }
 
 Offload::Offload(Device device, std::span<const TensorView> parameters,
@@ -71,10 +73,9 @@ Offload::Offload(Device device, std::span<const TensorView> parameters,
   const int64_t chunk_elements = chunk_elements_for(ring_->slot_bytes());
   std::vector<Chunk> chunks = make_chunks(parameters, averages, chunk_elements);
   const bool fits = whole_ring_bytes(parameters) <= ring_->bytes();
-  const std::vector<Cut> blocks = lay_out(chunks, fits ? ring_->bytes() : ring_->slot_bytes());
-  table_ = std::make_unique<HostTable>(std::move(chunks), RunCutter(parameters, chunk_elements), averages.size(), pool);
-  for (const auto& [begin, end, first_copy, end_copy] : blocks)
-    blocks_.push_back({first_copy, end_copy, table_->shares(begin, end)});
+  const std::vector<size_t> begins = lay_out(chunks, fits ? ring_->bytes() : ring_->slot_bytes());
+  table_ = std::make_unique<HostTable>(std::move(chunks), RunCutter(parameters, chunk_elements), averages.size(), pool,
+                                       begins);
   fetched_ = averaged_ = blocks_.size();
 }
 
@@ -85,8 +86,7 @@ void Offload::begin() {
 
 void Offload::fetch() {
   while (!fetched() && fetched_ < averaged_ + ring_->num_slots()) {
-    const Block& block = blocks_[fetched_];
-    for (size_t i = block.first_copy; i < block.end_copy; ++i) {
+    for (size_t i = blocks_[fetched_].first; i < blocks_[fetched_].end; ++i) {
       ring_->copy(copies_[i].to, copies_[i].from, copies_[i].bytes);
       bytes_ += static_cast<int64_t>(copies_[i].bytes);
     }
@@ -99,16 +99,9 @@ void Offload::arrive() {
   for (size_t b = averaged_; b < fetched_; ++b) ring_->wait(b);
 }
 
-/// The next block, whose weights lie in the ring.
-Offload::Block& Offload::arrived() {
-  ring_->wait(averaged_);
-  return blocks_[averaged_];
-}
-
 NonFiniteCount Offload::next(const kernels::Step& step, bool by_runs) {
-  Block& block = arrived();
-  NonFiniteCount met = table_->update(block.shares, step, by_runs);
-  if (met.first != nullptr) met.first = on_device(met.first, block);
+  ring_->wait(averaged_);
+  const NonFiniteCount met = table_->update(averaged_, step, by_runs);
   ++averaged_;
   return met;
 }
@@ -128,7 +121,8 @@ void Offload::copy_parameters() {
   try {
     for (; !done(); ++averaged_) {
       fetch();
-      table_->copy_parameters(arrived().shares);
+      ring_->wait(averaged_);
+      table_->copy_parameters(averaged_);
     }
   } catch (...) {
     stop();
@@ -149,18 +143,7 @@ bool Offload::capturing() const {
 }
 
 int64_t Offload::table_bytes() const noexcept {
-  int64_t bytes =
-      table_->bytes() + static_cast<int64_t>(copies_.capacity() * sizeof(Copy) + blocks_.capacity() * sizeof(Block));
-  for (const Block& block : blocks_) bytes += static_cast<int64_t>(block.shares.bytes());
-  return bytes;
-}
-
-const void* Offload::on_device(const void* in_ring, const Block& block) const noexcept {
-  const auto* const at = static_cast<const std::byte*>(in_ring);
-  const auto holds = [&](const Copy& copy) { return at >= copy.to && at < copy.to + copy.bytes; };
-  const auto end = copies_.begin() + static_cast<std::ptrdiff_t>(block.end_copy);
-  const auto found = std::find_if(copies_.begin() + static_cast<std::ptrdiff_t>(block.first_copy), end, holds);
-  return found == end ? nullptr : found->from + (at - found->to);
+  return table_->bytes() + static_cast<int64_t>(copies_.capacity() * sizeof(Copy) + blocks_.capacity() * sizeof(Block));
 }
 
 }  // namespace shardow::average

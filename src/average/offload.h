@@ -68,22 +68,16 @@ class Offload {
     size_t bytes;
   };
   struct Block {
-    size_t first_copy, end_copy;
-    Shares shares;
-  };
-  struct Cut {
-    size_t begin, end, first_copy, end_copy;  // chunks and copies of a block
+    size_t first, end;  // copies
   };
 
-  std::vector<Cut> lay_out(std::span<kernels::Chunk> chunks, size_t slot_bytes);
-  const void* on_device(const void* in_ring, const Block& block) const noexcept;
-  Block& arrived();
+  std::vector<size_t> lay_out(std::span<kernels::Chunk> chunks, size_t slot_bytes);
 
   Device device_;
   std::shared_ptr<Ring> ring_;
   std::vector<Copy> copies_;
-  std::unique_ptr<HostTable> table_;
   std::vector<Block> blocks_;
+  std::unique_ptr<HostTable> table_;   // its parts are the blocks
   size_t fetched_ = 0, averaged_ = 0;  // blocks
   int64_t bytes_ = 0;
 };

@@ -11,7 +11,7 @@
 namespace shardow::average {
 namespace {
 
-constexpr int64_t kMostBytes = int64_t{32} << 20;  // of a message: what arrives needs memory until all of it is there
+constexpr size_t kMostBytes = size_t{32} << 20;  // of a message: what arrives needs memory until all of it is there
 
 }  // namespace
 
@@ -57,38 +57,34 @@ std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, i
 
 /// Small parts share a message, since the latency of a collective is that of a hundred of them.
 ReplicaExchange::ReplicaExchange(const Group& replicas, std::span<const TensorView> views) {
-  int64_t most = 0;
+  size_t most = 0;
   for (int owner = 0; owner < replicas.size(); ++owner) {
-    const ReplicaLevel level[] = {{owner, replicas.size()}};
-    for (size_t i = 0; i < views.size(); ++i) {
-      const auto [region, first] = owned(views[i].region, level);
-      int64_t begin = byte_size(views[i].dtype, first);
-      const int64_t end = begin + byte_size(views[i].dtype, region.size());
-      while (begin < end) {
+    for (const TensorView& part : parts_of(views, owner, replicas.size())) {
+      const std::span memory(static_cast<std::byte*>(part.data),
+                             static_cast<size_t>(byte_size(part.dtype, part.region.size())));
+      for (size_t begin = 0, end = 0; begin < memory.size(); begin = end) {
         if (messages_.empty() || messages_.back().owner != owner || messages_.back().bytes == kMostBytes)
           messages_.push_back({owner});
         Message& message = messages_.back();
-        const int64_t bytes = std::min(end - begin, kMostBytes - message.bytes);
-        message.pieces.push_back({i, begin, bytes});
-        message.bytes += bytes;
+        end = std::min(memory.size(), begin + kMostBytes - message.bytes);
+        message.pieces.push_back(memory.subspan(begin, end - begin));
+        message.bytes += end - begin;
         most = std::max(most, message.bytes);
-        begin += bytes;
       }
     }
   }
-  packed_.resize(static_cast<size_t>(most));
+  packed_.resize(most);
 }
 
-void ReplicaExchange::run(Group& replicas, std::span<const TensorView> views, Deadline deadline) {
+void ReplicaExchange::run(Group& replicas, Deadline deadline) {
   for (const auto& [owner, bytes, pieces] : messages_) {
-    const std::span<std::byte> packed = std::span(packed_).first(static_cast<size_t>(bytes));
+    const std::span<std::byte> packed = std::span(packed_).first(bytes);
     const bool sends = owner == replicas.rank();
     if (!sends) group::ranks_of(replicas).broadcast(packed, owner, deadline);
     std::byte* at = packed.data();
-    for (const auto& [view, begin, count] : pieces) {
-      std::byte* const memory = static_cast<std::byte*>(views[view].data) + begin;
-      std::memcpy(sends ? at : memory, sends ? memory : at, static_cast<size_t>(count));
-      at += count;
+    for (const std::span<std::byte> piece : pieces) {
+      std::memcpy(sends ? at : piece.data(), sends ? piece.data() : at, piece.size());
+      at += piece.size();
     }
     if (sends) group::ranks_of(replicas).broadcast(packed, owner, deadline);
   }

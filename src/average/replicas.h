@@ -42,20 +42,14 @@ std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, i
 class ReplicaExchange {
  public:
   ReplicaExchange(const Group& replicas, std::span<const TensorView> views);
-  /// Collective: each owner broadcasts its parts of all views in messages of at most 32 MiB. `views` are those that it
-  /// was made for, wherever they lie by now.
-  void run(Group& replicas, std::span<const TensorView> views, Deadline deadline);
+  /// Collective: each owner broadcasts its parts of all views in messages of at most 32 MiB.
+  void run(Group& replicas, Deadline deadline);
 
  private:
-  /// Bytes of a view's memory.
-  struct Piece {
-    size_t view;
-    int64_t begin, bytes;
-  };
   struct Message {
     int owner;
-    int64_t bytes = 0;
-    std::vector<Piece> pieces = {};
+    size_t bytes = 0;
+    std::vector<std::span<std::byte>> pieces = {};
   };
 
   std::vector<Message> messages_;

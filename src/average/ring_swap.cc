@@ -11,7 +11,7 @@ namespace shardow::average {
 using kernels::Direction;
 
 RingSwap::RingSwap(std::shared_ptr<Ring> ring, std::span<const TensorView> weights, size_t first, size_t end)
-    : ring_(std::move(ring)), first_(first), end_(end) {
+    : ring_(std::move(ring)), first_(first) {
   size_t used = ring_->slot_bytes();  // of the block's slot; full, so that the first piece begins a block
   for (size_t view = first; view < end; ++view) {
     const int64_t size = weights[view].region.size();
@@ -63,9 +63,9 @@ class RingSwap::Pass {
   void exchange(size_t block, Direction direction) noexcept {
     each_piece(block, [&](const Piece& piece, std::byte* slot) {
       const DType own = tensors_.weights[piece.view].dtype, of_average = tensors_.averages[piece.view].dtype;
-      std::byte* const average = at(tensors_.averages[piece.view].data, of_average, piece);
+      std::byte* const average = data_at(tensors_.averages[piece.view], piece.begin);
       if (in_place(piece)) return swap_on_host(slot, own, average, of_average, piece.count, direction, pool_);
-      std::byte* const kept = at(tensors_.kept[piece.view].data(), own, piece);
+      std::byte* const kept = tensors_.kept[piece.view].data() + byte_size(own, piece.begin);
       if (direction == Direction::kOut) return cast_on_host(kept, own, slot, own, piece.count, pool_);
       cast_on_host(slot, own, kept, own, piece.count, pool_);
       cast_on_host(average, of_average, slot, own, piece.count, pool_);
@@ -76,13 +76,7 @@ class RingSwap::Pass {
   void stop() noexcept { swap_.ring_->drain(); }
 
  private:
-  static std::byte* at(void* data, DType dtype, const Piece& piece) {
-    return static_cast<std::byte*>(data) + byte_size(dtype, piece.begin);
-  }
-  std::byte* weight(const Piece& piece) const {
-    const TensorView& view = tensors_.weights[piece.view];
-    return at(view.data, view.dtype, piece);
-  }
+  std::byte* weight(const Piece& piece) const { return data_at(tensors_.weights[piece.view], piece.begin); }
   size_t bytes(const Piece& piece) const {
     return static_cast<size_t>(byte_size(tensors_.weights[piece.view].dtype, piece.count));
   }

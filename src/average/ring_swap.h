@@ -38,9 +38,6 @@ class RingSwap {
   /// Of weights[first] to weights[end - 1], all on the ring's device.
   RingSwap(std::shared_ptr<Ring> ring, std::span<const TensorView> weights, size_t first, size_t end);
 
-  size_t first() const noexcept { return first_; }
-  size_t end() const noexcept { return end_; }
-
   /// Averages to the weights' memory. The host waits until they are there. Where it throws, out() is the way back.
   void in(const Tensors& tensors, base::ThreadPool& pool);
   /// Weights back, from whatever point; where it throws it can be called again.
@@ -58,7 +55,7 @@ class RingSwap {
   class Pass;
 
   std::shared_ptr<Ring> ring_;
-  size_t first_, end_;
+  size_t first_;
   std::vector<Piece> pieces_;
   std::vector<Block> blocks_;
   size_t done_ = 0, unwritten_ = 0;

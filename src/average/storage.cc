@@ -20,10 +20,6 @@ constexpr int64_t kAlignment = 64;
 constexpr int64_t kPeriod = int64_t{64} << 20;
 constexpr int64_t kCached = int64_t{1} << 20;  // bytes: smaller averages stay in caches, where none of this was seen
 
-bool same_device(const Device& a, const Device& b) {
-  return a.kind == b.kind && a.index == b.index;
-}
-
 /// Views that are averaged together: parameters on one device, and where their averages are.
 struct Place {
   Device device;
@@ -40,7 +36,7 @@ std::vector<Place> places_of(std::span<const TensorView> parameters,
     const Device& device = parameters[i].device;
     const bool offloaded = is_offloaded(parameters[i], averages[0][i]);
     auto place = std::find_if(places.begin(), places.end(), [&](const Place& one) {
-      return same_device(one.device, device) && one.offloaded == offloaded;
+      return same_place(one.device, device) && one.offloaded == offloaded;
     });
     if (place == places.end()) {
       place = places.insert(place, {device, offloaded});
@@ -101,13 +97,12 @@ std::vector<TensorView> Storage::divide(std::span<const TensorView> views) const
 
 /// One arena for all averages of all parameters, each starting at a multiple of 64 bytes.
 void Storage::allocate() {
-  check_apart(whole());
   check_overlap(parts, parts, options);
   const Device device = parts.empty() ? Device{} : parts[0].device;
   std::vector<int64_t> begins;
   int64_t bytes = 0;
   for (const TensorView& part : parts) {
-    if (!same_device(part.device, device)) {
+    if (!same_place(part.device, device)) {
       fail(Code::kUnsupported, "'{}' is on another device than '{}'; give the averages' memory yourself", part.name,
            parts[0].name);
     }
@@ -117,14 +112,14 @@ void Storage::allocate() {
   const auto count = static_cast<int64_t>(options.schedules.size());
   const int64_t stride = device.kind == Device::Kind::kCpu ? arena_stride(bytes, static_cast<int>(count)) : bytes;
   arena = kernels::Memory(static_cast<size_t>((count - 1) * stride + bytes), device);
-  averages.assign(options.schedules.size(), parts);
-  for (size_t k = 0; k < averages.size(); ++k) {
+  std::vector<std::vector<TensorView>> views(options.schedules.size(), parts);
+  for (size_t k = 0; k < views.size(); ++k) {
     for (size_t i = 0; i < parts.size(); ++i) {
-      averages[k][i].dtype = options.dtype;
-      averages[k][i].data = arena.data() + static_cast<int64_t>(k) * stride + begins[i];
+      views[k][i].dtype = options.dtype;
+      views[k][i].data = arena.data() + static_cast<int64_t>(k) * stride + begins[i];
     }
   }
-  bound = make_bound(parts);
+  take(std::move(views));
 }
 
 /// What averages `views`, whose averages are ours. Rings are kept: to pin memory is slow. Of threads for what goes on

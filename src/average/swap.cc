@@ -17,6 +17,8 @@
 
 #include <algorithm>
 #include <exception>
+#include <limits>
+#include <memory>
 #include <utility>
 
 #include "average/checks.h"
@@ -122,7 +124,6 @@ void Swap::refuse(const char* what) const {
 
 void Swap::set_stream(int index, void* stream) {
   if (!record_) return;
-  follow(record_->whole, index, stream);
   follow(record_->weights, index, stream);
 }
 
@@ -134,20 +135,20 @@ class Swap::OwnMemory final : public WeightsMemory {
   /// A rank whose own swap failed early is needed by those that went on.
   std::vector<TensorView> places(bool /*strict*/) override {
     Group* const replicas = swap_.storage_.options.replicas;
-    if (!swap_.record_ && replicas != nullptr) own_.emplace(*replicas, swap_.storage_.whole());
+    if (!swap_.record_ && replicas != nullptr)
+      own_ = std::make_unique<ReplicaExchange>(*replicas, swap_.storage_.whole());
     return {};
   }
 
   void exchange(const std::function<void()>& writes, Deadline deadline) override {
     writes();
     Group& replicas = *swap_.storage_.options.replicas;
-    if (swap_.record_) return swap_.record_->exchange->run(replicas, swap_.record_->whole, deadline);
-    own_->run(replicas, swap_.storage_.whole(), deadline);
+    (swap_.record_ ? swap_.record_->exchange : own_)->run(replicas, deadline);
   }
 
  private:
   Swap& swap_;
-  std::optional<ReplicaExchange> own_;
+  std::unique_ptr<ReplicaExchange> own_;
 };
 
 SwapRanks Swap::own_ranks() const {
@@ -193,22 +194,27 @@ SwapRecord Swap::prepare(std::span<const TensorView> weights, size_t k) const {
   check_swappable(storage_.whole(), weights);
   updater_.wait();
   if (record_) fail(Code::kInvalidArgument, "swap_in({}): average {} is swapped in; swap it out first", k, record_->k);
-  SwapRecord prepared{
-      k, {weights.begin(), weights.end()}, storage_.divide(weights), std::vector<Memory>(weights.size())};
-  if (storage_.options.replicas != nullptr) prepared.exchange.emplace(*storage_.options.replicas, weights);
+  SwapRecord prepared{k, storage_.divide(weights), std::vector<Memory>(weights.size())};
+  if (storage_.options.replicas != nullptr)
+    prepared.exchange = std::make_unique<ReplicaExchange>(*storage_.options.replicas, weights);
   for (size_t i = 0; i < weights.size(); ++i) {
     const TensorView& part = prepared.weights[i];
     if (is_other(part) || kernels::swaps_in_place(part.dtype, storage_.options.dtype)) continue;
     prepared.kept[i] = Memory(static_cast<size_t>(byte_size(part.dtype, part.region.size())), averages[k][i].device);
     step_done();
   }
-  const auto on_ring = [&](size_t i) { return is_offloaded(prepared.weights[i], averages[k][i]); };
+  constexpr size_t kAll = std::numeric_limits<size_t>::max();
+  const auto most = [&](size_t i) {  // weights like this one that are exchanged in one call
+    const TensorView &weight = prepared.weights[i], &average = averages[k][i];
+    return is_offloaded(weight, average) ? kAll : most_swapped(weight, average);
+  };
   for (size_t first = 0, end = 0; first < weights.size(); first = end) {
     const int index = prepared.weights[first].device.index;
-    for (end = first + 1;
-         on_ring(first) && end < weights.size() && on_ring(end) && prepared.weights[end].device.index == index;)
-      ++end;
-    if (on_ring(first)) prepared.rings.emplace_back(storage_.ring_of(index), prepared.weights, first, end);
+    const auto joins = [&](size_t i) { return most(i) == most(first) && prepared.weights[i].device.index == index; };
+    for (end = first + 1; end < weights.size() && end - first < most(first) && joins(end);) ++end;
+    prepared.steps.push_back({first, end, nullptr});
+    if (most(first) == kAll)
+      prepared.steps.back().ring = std::make_unique<RingSwap>(storage_.ring_of(index), prepared.weights, first, end);
   }
   return prepared;
 }
@@ -330,13 +336,8 @@ void Swap::take_back(std::span<const TensorView> places, WeightsMemory& model) {
   const OneUser::Use use(user_, "swap_out()");
   if (!places.empty()) {
     check_swappable(storage_.whole(), places);
-    std::vector<TensorView> all(places.begin(), places.end()), own = storage_.divide(places);
-    for (size_t i = 0; i < own.size(); ++i) {
-      if (own[i].dtype == record_->weights[i].dtype) continue;
-      fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were swapped in", own[i].name,
-           dtype_name(own[i].dtype), dtype_name(record_->weights[i].dtype));
-    }
-    record_->whole.swap(all);
+    std::vector<TensorView> own = storage_.divide(places);
+    check_dtypes(record_->weights, own, "swapped in");
     record_->weights.swap(own);
   }
   exchange_out();
@@ -348,29 +349,22 @@ RingSwap::Tensors Swap::through_ring() const {
 }
 
 void Swap::exchange_in() {
-  auto ring = record_->rings.begin();
-  for (size_t i = 0; i < record_->weights.size(); ++i) {
+  for (const SwapStep& step : record_->steps) {
     step_done();
-    if (ring != record_->rings.end() && ring->first() == i) {
-      record_->exchanged = ring->end();  // from here on taking back is right: the ring's swap knows how far it came
-      ring->in(through_ring(), *storage_.pool);
-      i = ring++->end() - 1;
-      continue;
-    }
-    const TensorView &weight = record_->weights[i], &average = storage_.averages[record_->k][i];
-    if (is_other(weight)) {
+    const TensorView &weight = record_->weights[step.first], &average = storage_.averages[record_->k][step.first];
+    if (step.ring) {
+      ++record_->exchanged;  // from here on taking back is right: the ring's swap knows how far it came
+      step.ring->in(through_ring(), *storage_.pool);
+    } else if (is_other(weight)) {
       storage_.other->keep(weight);
-      record_->exchanged = i + 1;
+      ++record_->exchanged;
       storage_.other->show(weight, record_->k);
     } else if (kernels::swaps_in_place(weight.dtype, storage_.options.dtype)) {
-      size_t end = i + 1;
-      while (end < record_->weights.size() && end - i < kMostSwapped && swap_together(i, end)) ++end;
-      exchange(i, end, Direction::kIn);
-      record_->exchanged = end;
-      i = end - 1;
+      exchange(step, Direction::kIn);
+      ++record_->exchanged;
     } else {
-      cast(weight, memory_as(weight, record_->kept[i]), *storage_.pool);
-      record_->exchanged = i + 1;  // from here on taking back is right, whether or not the next line was reached
+      cast(weight, memory_as(weight, record_->kept[step.first]), *storage_.pool);
+      ++record_->exchanged;  // from here on taking back is right, whether or not the next line was reached
       cast(average, weight, *storage_.pool);
     }
   }
@@ -378,26 +372,19 @@ void Swap::exchange_in() {
 }
 
 void Swap::exchange_out() {
-  while (record_->exchanged > 0) {
+  for (; record_->exchanged > 0; --record_->exchanged) {
     step_done();
-    size_t i = record_->exchanged - 1;
-    const auto ring = std::find_if(record_->rings.begin(), record_->rings.end(),
-                                   [&](const auto& one) { return one.end() == record_->exchanged; });
-    if (ring != record_->rings.end()) {
-      ring->out(through_ring(), *storage_.pool);
-      record_->exchanged = ring->first();
-      continue;
-    }
-    const TensorView& weight = record_->weights[i];
-    if (is_other(weight)) {
+    const SwapStep& step = record_->steps[record_->exchanged - 1];
+    const TensorView& weight = record_->weights[step.first];
+    if (step.ring) {
+      step.ring->out(through_ring(), *storage_.pool);
+    } else if (is_other(weight)) {
       storage_.other->put_back(weight);
     } else if (kernels::swaps_in_place(weight.dtype, storage_.options.dtype)) {
-      while (i > 0 && record_->exchanged - i < kMostSwapped && swap_together(i, i - 1)) --i;
-      exchange(i, record_->exchanged, Direction::kOut);
+      exchange(step, Direction::kOut);
     } else {
-      cast(memory_as(weight, record_->kept[i]), weight, *storage_.pool);
+      cast(memory_as(weight, record_->kept[step.first]), weight, *storage_.pool);
     }
-    record_->exchanged = i;
   }
   for (size_t i = 0; i < record_->kept.size(); ++i) {
     if (record_->kept[i].bytes() > 0) average::finish(record_->weights[i]);
@@ -405,16 +392,11 @@ void Swap::exchange_out() {
   if (storage_.other) storage_.other->forget();
 }
 
-bool Swap::swap_together(size_t i, size_t other) const {
-  const auto device_of = [&](size_t at) {
-    return swapping_device(record_->weights[at], storage_.averages[record_->k][at]);
+void Swap::exchange(const SwapStep& step, Direction direction) {
+  const auto of_step = [&](std::span<const TensorView> views) {
+    return views.subspan(step.first, step.end - step.first);
   };
-  return device_of(i) >= 0 && device_of(i) == device_of(other);
-}
-
-void Swap::exchange(size_t first, size_t end, Direction direction) {
-  const std::span<const TensorView> weights = record_->weights, averaged = storage_.averages[record_->k];
-  average::swap(weights.subspan(first, end - first), averaged.subspan(first, end - first), direction, *storage_.pool);
+  average::swap(of_step(record_->weights), of_step(storage_.averages[record_->k]), direction, *storage_.pool);
 }
 
 }  // namespace shardow::average

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -62,16 +63,21 @@ struct Ends {
   std::string failures = {};             ///< who left with what: why the others don't put theirs back, if any refused
 };
 
-/// A swap from its first exchange to its end: all that is known of it. Invariant: the parts of weights[0] to
-/// weights[exchanged - 1] hold averages, and what was there lies in the average's memory or in `kept`; the others hold
+/// Weights that are exchanged in one call: weights[first] to weights[end - 1] of a record.
+struct SwapStep {
+  size_t first, end;
+  std::unique_ptr<RingSwap> ring;  // of weights on a device whose averages are on the host
+};
+
+/// A swap from its first exchange to its end: all that is known of it. Invariant: the weights of steps[0] to
+/// steps[exchanged - 1] hold averages, and what was there lies in the average's memory or in `kept`; the others hold
 /// weights. What goes through a ring is exchanged as far as its RingSwap says.
 struct SwapRecord {
   size_t k;                           // which averages are in the weights' memory
-  std::vector<TensorView> whole;      // the weights' memory, with the parts that other replicas own
-  std::vector<TensorView> weights;    // this rank's parts of it
+  std::vector<TensorView> weights;    // the weights' memory: this rank's parts of it
   std::vector<kernels::Memory> kept;  // parallel to weights: those whose dtype does not swap in place, else empty
-  std::vector<RingSwap> rings = {};   // of consecutive weights on a device whose averages are on the host
-  std::optional<ReplicaExchange> exchange = std::nullopt;  // of AverageOptions::replicas
+  std::vector<SwapStep> steps = {};   // of all weights, in order
+  std::unique_ptr<ReplicaExchange> exchange = {};  // of AverageOptions::replicas
   size_t exchanged = 0;
   bool waited = false;   // in vain, for parts that others own
   bool entered = false;  // replicas: all have exchanged their own parts
@@ -116,8 +122,7 @@ class Swap {
   [[noreturn]] void stay(const Leaving& leaving, const Error& error);
   void exchange_in();
   void exchange_out();
-  void exchange(size_t first, size_t end, kernels::Direction direction);
-  bool swap_together(size_t i, size_t other) const;
+  void exchange(const SwapStep& step, kernels::Direction direction);
   RingSwap::Tensors through_ring() const;
 
   OneUser& user_;

@@ -28,6 +28,7 @@
 #include <exception>
 #include <utility>
 
+#include "average/plan.h"
 #include "base/errors.h"
 #include "base/turns.h"
 #include "tensor/dtype.h"
@@ -285,7 +286,7 @@ void Updater::refuse_non_finite(const NonFiniteCount& count, int64_t step) const
          "step {}: {} elements of the parameters are NaN or Inf, the first in '{}'. Their averages are held, all "
          "others are those of this step, which is counted: go on with the next step, or load a checkpoint from before "
          "the weights diverged",
-         step, count.elements, name_of(part_of(count.first)));
+         step, count.elements, name_of(part_of(count)));
   }
 }
 
@@ -293,7 +294,7 @@ void Updater::refuse_non_finite(const NonFiniteCount& count, int64_t step) const
 void Updater::hold(const NonFiniteCount& count, int64_t step) {
   if (count.elements == 0 || clock_.options.non_finite == NonFinite::kPropagate) return;
   clock_.counters.held_non_finite += count.elements;
-  const size_t part = part_of(count.first);
+  const size_t part = part_of(count);
   if (!met_) met_ = Met{step, 0, part};
   if (met_->step != step) return;
   met_->elements += count.elements;  // devices and the host tell of their parts one after the other
@@ -302,18 +303,14 @@ void Updater::hold(const NonFiniteCount& count, int64_t step) {
 
 /// Keeps the first part of those that devices and the host met.
 void Updater::add(NonFiniteCount& count, const NonFiniteCount& more) const {
+  if (more.elements > 0 && part_of(more) < part_of(count)) count.tensor = more.tensor;
   count.elements += more.elements;
-  if (more.first != nullptr && part_of(more.first) < part_of(count.first)) count.first = more.first;
 }
 
-size_t Updater::part_of(const void* element) const {
-  const auto* at = static_cast<const std::byte*>(element);
-  const auto holds = [&](const TensorView& view) {
-    const auto* begin = static_cast<const std::byte*>(view.data);
-    return at >= begin && at < begin + byte_size(view.dtype, view.region.size());
-  };
-  return static_cast<size_t>(std::find_if(storage_.parts.begin(), storage_.parts.end(), holds) -
-                             storage_.parts.begin());
+size_t Updater::part_of(const NonFiniteCount& count) const {
+  const auto& parts = storage_.parts;
+  const auto has = [&](const TensorView& view) { return hash_name(view.name) == count.tensor; };
+  return static_cast<size_t>(std::find_if(parts.begin(), parts.end(), has) - parts.begin());
 }
 
 std::string Updater::name_of(size_t part) const {

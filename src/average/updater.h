@@ -61,7 +61,7 @@ class Updater {
   void hold(const NonFiniteCount& count, int64_t step);
   void refuse_non_finite(const NonFiniteCount& count, int64_t step) const;
   void add(NonFiniteCount& count, const NonFiniteCount& more) const;
-  size_t part_of(const void* element) const;
+  size_t part_of(const NonFiniteCount& count) const;
   std::string name_of(size_t part) const;
 
   Clock& clock_;

@@ -109,14 +109,14 @@ class Updater:
                     after = torch.where(finite, average, before) if hold else average
                     torch._foreach_copy_(parts[k], after.split([part.numel() for part in parts[k]]))
 
-    def read_count(self) -> tuple[int, int]:
-        """Returns how many weights were not finite since the last call, and the place of the first tensor with one, if
+    def read_count(self) -> tuple[int, str]:
+        """Returns how many weights were not finite since the last call, and the name of the first tensor with one, if
         it has one still. Waits for devices."""
         total = sum(int(count) for *_, count in self._groups)
         for *_, count in self._groups:
             count.zero_()
-        places = (place for place, row in enumerate(self._rows) if not bool(row.sources().isfinite().all()))
-        return total, next(places, len(self._rows)) if total else 0
+        names = (row.name for row in self._rows if not bool(row.sources().isfinite().all()))
+        return total, next(names, "") if total else ""
 
 
 def apply(rule: str, averages: Tensors, values: Tensors, decay: float, weight: float) -> None:

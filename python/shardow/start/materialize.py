@@ -153,9 +153,10 @@ def fill_from(
         for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
             refuse_expanded(one.name, one.tensor)
         without = allotted.keys() | essential
-        wanted = [part.name for part in held.parts if not without or without & set(held.names[part.name])]
+        parts = (part for part in held.parts if not without or not without.isdisjoint(held.names[part.name]))
+        wanted = dict.fromkeys(part.name for part in parts)
         kind = common_kind(what, source)
-        return Step(fill.Job(what, held, ranks, wanted, essential, strict, wanted if without else []), [kind])
+        return Step(fill.Job(what, held, ranks, wanted, essential, strict, wanted if without else ()), [kind])
 
     def finish(report: dict[str, Any]) -> None:
         if allotted and device is not None:

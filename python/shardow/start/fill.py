@@ -135,13 +135,24 @@ def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Ma
 
 def from_mapping(job: Job, state: State | None, by_first: bool, progress: Progress | None) -> dict[str, Any]:
     """Every rank takes its slices of what it has, when all have what fits; ``by_first``: rank 0 alone has it, and sends
-    every rank its slices, and nothing else."""
+    every rank its slices, and nothing else. Raises with everything that does not fit; if not strict only with what
+    can't be cast or has another shape."""
     ranks, tensors = job.ranks, state or {}
     sent = pickle.loads(ranks.on_first(job.what, lambda: pickle.dumps(_forms(job, tensors)))) if by_first else None
 
     def compared() -> tuple[dict[str, Any], dict[str, Any], list[Fill]]:
         forms, extra = sent or _forms(job, tensors)
-        keys, report = _compared(job, forms, extra, tensors)
+        _refuse_other_extra(job, extra)
+        fits = fit(job.held, forms, "the source")
+        missing = [name for name in fits.missing if name in job.wanted]
+        checked = replace(fits, missing=missing)
+        (checked if job.strict else checked.only_different()).refuse(job.what, "the source")
+        _refuse_lacking(job, missing)
+        whole = [part._replace(region=_core.Region.whole(part.region.shape)) for part in job.held.parts]
+        held, keys = replace(job.held, parts=whole), fits.keys
+        refuse_untied(held, keys, tensors, lambda part: take(tensors[part.name].detach(), part.region, part.flat))
+        kept = [name for name in fits.missing if name not in job.wanted]
+        report = {"missing": missing, "unexpected": fits.unexpected, "kept": kept}
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
         narrower = [min(part.flat.dtype, forms[key].dtype, key=lambda dtype: dtype.itemsize) for part, key in found]
         each = zip(found, narrower, strict=True)
@@ -175,26 +186,6 @@ def _sending(job: Job, state: State, fills: list[Fill], progress: Progress | Non
             Client(ranks, device, tag).run(fills)
 
     return send
-
-
-def _compared(
-    job: Job, source: Mapping[str, Form], extra: Collection[str], values: State
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """(keys, report). ``values``: of the source, where this rank has them.
-
-    Raises with everything that does not fit; if not strict only with what can't be cast or has another shape.
-    """
-    _refuse_other_extra(job, extra)
-    found = fit(job.held, source, "the source")
-    missing = [name for name in found.missing if name in job.wanted]
-    checked = replace(found, missing=missing)
-    (checked if job.strict else checked.only_different()).refuse(job.what, "the source")
-    _refuse_lacking(job, missing)
-    whole = [part._replace(region=_core.Region.whole(part.region.shape)) for part in job.held.parts]
-    held = replace(job.held, parts=whole)
-    refuse_untied(held, found.keys, values, lambda part: take(values[part.name].detach(), part.region, part.flat))
-    kept = [name for name in found.missing if name not in job.wanted]
-    return found.keys, {"missing": missing, "unexpected": found.unexpected, "kept": kept}
 
 
 def _refuse_other_extra(job: Job, found: Collection[str], unexpected: Collection[str] = ()) -> None:

@@ -37,8 +37,8 @@ class Held:
     view: ModelView | None = None
     copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # a module's extra states by name
-    filled: dict[str, Any] = field(default_factory=dict)  # those that put_back() sets
-    values: dict[str, Any] = field(default_factory=dict)  # a mapping's plain values, which put_back() sets too
+    values: dict[str, Any] = field(default_factory=dict)  # a mapping's plain values
+    filled: dict[str, Any] = field(default_factory=dict)  # those of both that put_back() sets
     mapping: MutableMapping[str, Any] | None = None
     others: Collection[str] = ()  # names of what is here too: no part is asked for, and none is unexpected
 
@@ -50,7 +50,7 @@ class Held:
         for target, filled in self.copied:
             target.copy_(filled.view(target.shape))
         if self.mapping is not None:
-            self.mapping.update(self.values)
+            self.mapping.update(self.filled)
         if self.view is not None:
             give(self.view.model, self.filled)
             self.view.written()

@@ -46,62 +46,44 @@ class Job:
 
 
 class Choice:
-    """Tensors that a job takes of a source, and its report on them."""
+    """Tensors that a job takes of a source: ``parts`` are read, and must be all if ``strict``; and the ``report``."""
 
     def __init__(self, job: Job, source: _core.Checkpoint | Opened, where: str) -> None:
         """Raises for what does not fit, but for what the engine lists, which knows one name of each tensor."""
-        self._job, self._source = job, source
-        self._held, self._owners, self._keys = _matched(job, source.tensors, where)
-        owners, keys = self._owners, self._keys
-        parts = self._held.parts
-        without_key = [part.name for part in parts if part.name not in keys]
-        self._absent = {owner for name in without_key for owner in owners.get(name, [name])}
-        self._lacking = self._absent.intersection(job.wanted)
+        held, owners, keys = _matched(job, source.tensors, where)
+        named = [(part, owners.get(part.name, [part.name])) for part in held.parts]
+        absent = {owner for part, names in named if part.name not in keys for owner in names}
+        lacking = dict.fromkeys(name for name in job.wanted if name in absent)
         if not job.strict:
-            _refuse_lacking(job, [name for name in job.wanted if name in self._lacking])
-        refuse_untied(self._held, keys, source.tensors, partial(engine.read_part, source.read))
-        self._extra = FromFile(job.held.extra, source)
-        _refuse_other_extra(job, self._extra.values, self._extra.unexpected)
-        plain = values_in_file(source.metadata)
+            _refuse_lacking(job, lacking)
+        refuse_untied(held, keys, source.tensors, partial(engine.read_part, source.read))
+        extra = FromFile(job.held.extra, source)
+        _refuse_other_extra(job, extra.values, extra.unexpected)
+        saved = values_in_file(source.metadata)
         if job.strict:
-            named = compare(dict.fromkeys(job.held.values), dict.fromkeys(plain))
-            named.refuse(f"{where}: plain values", "the file", hint="strict=False takes the rest")
-        self._plain = {name: plain[name] for name in job.held.values if name in plain}
-
-    def parts(self) -> tuple[list[Part], bool]:
-        """Returns what is read, and whether that must be all."""
-
-        def wants(part: Part) -> bool:
-            names = self._owners.get(part.name, [part.name])
-            has_key = part.name in self._keys
-            return self._absent.isdisjoint(names) if has_key else not self._lacking.isdisjoint(names)
-
-        keys, held = self._keys, self._held.parts
-        parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held if wants(part)]
-        surplus = unexpected(self._held, keys, [key for key in self._source.tensors if key not in self._extra.keys])
-        self._unexpected = [*surplus, *self._extra.unexpected]
-        return [*parts, *self._extra.parts], self._job.strict and bool(self._lacking or surplus)
-
-    def taken(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Returns the engine's report in the names here. The job holds what is no tensor from now on."""
-        job, absent, lacking = self._job, self._absent, self._lacking
-        missing = dict.fromkeys(owner for name in report["missing"] for owner in self._owners.get(name, [name]))
-        lists = {
-            "unexpected": self._unexpected,
-            "kept": [part.name for part in job.held.parts if part.name in absent and part.name not in lacking],
-            "missing": [*missing, *(name for name in job.held.values if name not in self._plain)],
-        }
-        job.held.values = self._plain
-        return _with_extra(job, self._extra.values, {**report, **lists})
+            compared = compare(dict.fromkeys(job.held.values), dict.fromkeys(saved))
+            compared.refuse(f"{where}: plain values", "the file", hint="strict=False takes the rest")
+        plain = {name: saved[name] for name in job.held.values if name in saved}
+        surplus = unexpected(held, keys, [key for key in source.tensors if key not in extra.keys])
+        parts = [
+            Part(keys.get(part.name, part.name), part.flat, part.region)
+            for part, names in named
+            # The engine lists what is lacking, which is asked for.
+            if (absent.isdisjoint(names) if part.name in keys else not lacking.keys().isdisjoint(names))
+        ]
+        self.parts, self.strict = [*parts, *extra.parts], job.strict and bool(lacking or surplus)
+        kept = [part.name for part in job.held.parts if part.name in absent and part.name not in lacking]
+        report = {"missing": [*lacking], "unexpected": [*surplus, *extra.unexpected], "kept": kept}
+        self.report = _with_others(job, {**extra.values, **plain}, report)
 
 
 def from_merged(job: Job, source: Merged, **options: Any) -> dict[str, Any]:
     """Each rank reads its own bytes of the inputs. Raises where something does not fit, and changes nothing then."""
     choices: list[Choice] = []
     opened = Opened(source, "load()", job.ranks, then=lambda opened: choices.append(Choice(job, opened, str(source))))
-    parts, strict = choices[-1].parts()
-    report = engine.read_merged(parts, opened.inputs, job.ranks, strict=strict, **options)
-    return choices[-1].taken({**report, "metadata": {**opened.metadata, **report["metadata"]}})
+    choice = choices[-1]
+    report = engine.read_merged(choice.parts, opened.inputs, job.ranks, strict=choice.strict, **options)
+    return {**report, **choice.report, "metadata": {**opened.metadata, **report["metadata"]}}
 
 
 class FileLoad(engine.Load):
@@ -124,23 +106,18 @@ class FileLoad(engine.Load):
 
     def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
         self._choice = Choice(self._job, files[0], str(self._path))
-        return [self._choice.parts()]
-
-    def begin(self, reports: list[dict[str, Any]]) -> None:
-        self._report = self._choice.taken(reports[0])
+        return [(self._choice.parts, self._choice.strict)]
 
     def has_read(self) -> None:
         self._job.held.put_back()
         if self._finish is not None:
-            self._finish(self._report)
+            self._finish(self._choice.report)
 
     def fill(self, ranks: RankGroup, what: str = "load()", check_only: bool = False, **options: Any) -> dict[str, Any]:
         """Returns the report in the names here. ``check_only``: reads nothing, and finishes nothing. Collective."""
         with engine.several_said(self._path):
             (report,) = self.run(self._path, ranks, what, check_only=check_only, **options)
-        if check_only:
-            return self._choice.taken(report)
-        return {**self._report, "bytes_read": report["bytes_read"], "seconds": report["seconds"]}
+        return {**report, **self._choice.report}
 
 
 def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Mapping[str, list[str]], dict[str, str]]:
@@ -158,13 +135,24 @@ def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Ma
 
 def from_mapping(job: Job, state: State | None, by_first: bool, progress: Progress | None) -> dict[str, Any]:
     """Every rank takes its slices of what it has, when all have what fits; ``by_first``: rank 0 alone has it, and sends
-    every rank its slices, and nothing else."""
+    every rank its slices, and nothing else. Raises with everything that does not fit; if not strict only with what
+    can't be cast or has another shape."""
     ranks, tensors = job.ranks, state or {}
     sent = pickle.loads(ranks.on_first(job.what, lambda: pickle.dumps(_forms(job, tensors)))) if by_first else None
 
     def compared() -> tuple[dict[str, Any], dict[str, Any], list[Fill]]:
         forms, extra = sent or _forms(job, tensors)
-        keys, report = _compared(job, forms, extra, tensors)
+        _refuse_other_extra(job, extra)
+        fits = fit(job.held, forms, "the source")
+        missing = [name for name in fits.missing if name in job.wanted]
+        checked = replace(fits, missing=missing)
+        (checked if job.strict else checked.only_different()).refuse(job.what, "the source")
+        _refuse_lacking(job, missing)
+        whole = [part._replace(region=_core.Region.whole(part.region.shape)) for part in job.held.parts]
+        held, keys = replace(job.held, parts=whole), fits.keys
+        refuse_untied(held, keys, tensors, lambda part: take(tensors[part.name].detach(), part.region, part.flat))
+        kept = [name for name in fits.missing if name not in job.wanted]
+        report = {"missing": missing, "unexpected": fits.unexpected, "kept": kept}
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
         narrower = [min(part.flat.dtype, forms[key].dtype, key=lambda dtype: dtype.itemsize) for part, key in found]
         each = zip(found, narrower, strict=True)
@@ -178,13 +166,14 @@ def from_mapping(job: Job, state: State | None, by_first: bool, progress: Progre
 
     move = _sending(job, tensors, fills, progress) if by_first else copy
     ranks.agree(job.what, move, behind=behind(ranks.timeout))
-    return _with_extra(job, extra, report)
+    return _with_others(job, extra, report)
 
 
 def _sending(job: Job, state: State, fills: list[Fill], progress: Progress | None) -> Callable[[], None]:
     """Returns what brings rank 0's tensors to all ranks. Collective."""
     ranks = job.ranks
-    wants = ranks.decide_each(job.what, pickle.dumps([fill.want for fill in fills]), _for_first)
+    own = pickle.dumps([fill.want for fill in fills])
+    wants = ranks.decide_each(job.what, own, lambda by_rank: [pickle.dumps(by_rank), *[b""] * (ranks.size - 1)])
     device = next((fill.part.flat.device for fill in fills), torch.device("cpu"))
     assert ranks.process_group is not None
     tag = store_group(ranks.process_group).next_tag()
@@ -199,30 +188,6 @@ def _sending(job: Job, state: State, fills: list[Fill], progress: Progress | Non
     return send
 
 
-def _for_first(by_rank: list[bytes]) -> list[bytes]:
-    return [pickle.dumps(by_rank), *[b""] * (len(by_rank) - 1)]
-
-
-def _compared(
-    job: Job, source: Mapping[str, Form], extra: Collection[str], values: State
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """(keys, report). ``values``: of the source, where this rank has them.
-
-    Raises with everything that does not fit; if not strict only with what can't be cast or has another shape.
-    """
-    _refuse_other_extra(job, extra)
-    found = fit(job.held, source, "the source")
-    missing = [name for name in found.missing if name in job.wanted]
-    checked = replace(found, missing=missing)
-    (checked if job.strict else checked.only_different()).refuse(job.what, "the source")
-    _refuse_lacking(job, missing)
-    whole = [part._replace(region=_core.Region.whole(part.region.shape)) for part in job.held.parts]
-    held = replace(job.held, parts=whole)
-    refuse_untied(held, found.keys, values, lambda part: take(values[part.name].detach(), part.region, part.flat))
-    kept = [name for name in found.missing if name not in job.wanted]
-    return found.keys, {"missing": missing, "unexpected": found.unexpected, "kept": kept}
-
-
 def _refuse_other_extra(job: Job, found: Collection[str], unexpected: Collection[str] = ()) -> None:
     """Strict: as torch is about extra states, where all is asked for."""
     missing = [] if job.without else [name for name in job.held.extra if name not in found]
@@ -231,10 +196,12 @@ def _refuse_other_extra(job: Job, found: Collection[str], unexpected: Collection
         extra.refuse(job.what, "the source", hint="strict=False takes the rest")
 
 
-def _with_extra(job: Job, values: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    job.held.filled = dict(values)
+def _with_others(job: Job, values: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Returns the report with what is no tensor, of which put_back() sets ``values``."""
+    job.held.filled = values
     key = "kept" if job.without else "missing"
-    return {**report, key: [*report[key], *(name for name in job.held.extra if name not in values)]}
+    lacking = (name for name in (*job.held.values, *job.held.extra) if name not in values)
+    return {**report, key: [*report[key], *lacking]}
 
 
 def _forms(job: Job, state: State) -> tuple[dict[str, Form], dict[str, Any]]:

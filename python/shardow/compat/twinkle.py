@@ -36,7 +36,7 @@ from shardow.model.modules import repeated_blocks
 from shardow.model.parts import held_by
 from shardow.model.slots import slots_of
 from shardow.model.swap_guard import refuse_foreign
-from shardow.start.materialize import fill_from, materialize
+from shardow.start.materialize import Request, materialize
 from shardow.start.wrap import own_weights, to_meta, wrap
 
 __all__ = ["AccelerateStrategy", "NativeFSDPStrategy", "fsdp_pretrained_load_context"]
@@ -115,7 +115,7 @@ class Strategy:
         found = ranks.agree(
             "load_peft_weights()", lambda: _named(inner, adapter_weights or {}, adapter_name) if given else None
         )
-        fill_from("load_peft_weights()", inner, found, strict=False)
+        Request("load_peft_weights()", inner, found, strict=False).run()
 
     # ---- the optimizer
 

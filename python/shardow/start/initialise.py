@@ -184,11 +184,9 @@ def _whole(module: nn.Module, own: Own) -> Iterator[None]:
         if part.name not in made:
             made[part.name] = mapped(part.region.shape, part.flat.dtype)
             _bytes(made[part.name]).fill_(PATTERN)
-    # FSDP1 without use_orig_params leaves attributes of such names.
-    kept = {key: module.__dict__[key] for key in ("_parameters", "_buffers", *own) if key in module.__dict__}
-    for key in own.keys() & kept.keys():
-        del module.__dict__[key]
-    module.__dict__.update(_parameters={**module._parameters}, _buffers={**module._buffers})
+    kept: list[tuple[Any, Any]] = [(tensors, dict(tensors)) for tensors in (module._parameters, module._buffers)]
+    # FSDP1 without use_orig_params leaves such attributes.
+    attributes = {key: module.__dict__.pop(key) for key in own if key in module.__dict__}
     try:
         for key, part in own.items():
             before, whole = module._parameters.get(key), made[part.name]
@@ -201,4 +199,7 @@ def _whole(module: nn.Module, own: Own) -> Iterator[None]:
                 )
         yield
     finally:
-        module.__dict__.update(kept)
+        for tensors, were in kept:
+            tensors.clear()
+            tensors.update(were)
+        module.__dict__.update(attributes)

@@ -4,6 +4,7 @@ the same from a file, also for a model that has values, or for a mapping's tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from shardow.model.parts import Saveable, group_of, held_by
 from shardow.model.swap_guard import refuse_foreign
 from shardow.start import fill, initialise, meta
 
-_RANK_0 = b"a mapping on rank 0"
-_EMPTY = b"an empty mapping"
+_RANK_0 = "a mapping on rank 0"
+_EMPTY = "an empty mapping"
 
 Source = str | Path | Merged | Mapping[str, torch.Tensor] | Callable[[nn.Module], object] | None
 
@@ -76,10 +77,9 @@ def materialize(
         that had values is partly filled where reading itself failed.
     """
     instance("model", model, nn.Module)
-    return fill_from(
-        "materialize()", model, source, optimizer, device=device, strict=strict, seed=seed, dtype=dtype,
-        progress=progress, group=group, timeout=timeout,
-    )  # fmt: skip
+    return Request(
+        "materialize()", model, source, optimizer, device, dtype, strict, True, progress, seed, group, timeout
+    ).run()
 
 
 @torch.no_grad()
@@ -117,83 +117,93 @@ def load(
     if isinstance(path, Mapping):
         raise invalid("load() reads files; materialize() takes a mapping of tensors: materialize(model, mapping)")
     source = path if isinstance(path, Merged) else Path(paths.to_read(path))
-    return fill_from(
+    return Request(
         "load()", target, source, optimizer, strict=strict, verify=verify, progress=progress, group=group,
         timeout=timeout,
-    )  # fmt: skip
+    ).run()  # fmt: skip
 
 
-def fill_from(
-    what: str, target: Any, source: Any, optimizer: torch.optim.Optimizer | None = None, *,
-    device: torch.device | str | None = None, strict: bool = True, verify: bool = True, seed: int = 0,
-    dtype: torch.dtype | None = None, progress: Progress | None = None, group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Fills a module or a mapping and returns the report, as materialize() and load() say. ``what`` is for messages.
-    Collective."""
-    ranks = RankGroup(group_of(target, group), seconds(timeout))
-    options: dict[str, Any] = {"verify": bool(verify), "progress": progress}
-    allotted: dict[str, torch.Tensor] = {}  # what was on meta and has memory
-    bindings: origins.Bindings
-    kind: Combined
+@dataclass
+class Request:
+    """A call of materialize() or load() on this rank. ``what`` is for messages."""
 
-    def look() -> Step[fill.Job]:
-        nonlocal bindings, kind
-        if isinstance(target, nn.Module):
-            refuse_foreign(what, target.parameters, writes=True)
-            if optimizer is not None:
-                bindings = origins.bindings(optimizer, target)
-            meta.give_memory(target, device, dtype, allotted)
-            essential = meta.valueless(target)
-            held = held_by(target, group, saving=False)
+    what: str
+    target: Any  # a Saveable
+    source: Any
+    optimizer: torch.optim.Optimizer | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    strict: bool = True
+    verify: bool = True
+    progress: Progress | None = None
+    seed: int = 0
+    group: dist.ProcessGroup | None = None
+    timeout: float | timedelta | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Fills the model and returns the report. Collective."""
+        self._ranks = RankGroup(group_of(self.target, self.group), seconds(self.timeout))
+        self._given: dict[str, torch.Tensor] = {}
+        try:
+            report = self._filled()
+        except BaseException:
+            meta.take_memory(self.target, self._given.values())
+            raise
+        if isinstance(self.target, nn.Module):
+            meta.have_values(self.target)
+        if self.optimizer is not None:
+            origins.bind(self.optimizer, self._bindings)
+        return report
+
+    def _filled(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"verify": bool(self.verify), "progress": self.progress}
+        if isinstance(self.source, (str, Path)):
+            return fill.FileLoad(self.source, self._look, self._finish).fill(self._ranks, self.what, **options)
+        job = self._ranks.step(self.what, self._look)
+        kind = self._kind.total.decode()
+        if kind in ("nothing", "a function"):
+            report = initialise.by_init(job, self.target, self.source, self.seed)
+        elif kind in ("a mapping", _EMPTY, _RANK_0):
+            report = fill.from_mapping(job, self.source, kind == _RANK_0, self.progress)
         else:
-            essential, held = set[str](), held_by(target, ranks.process_group, saving=False)
-            refuse_foreign(what, held.memory, writes=True)
+            report = fill.from_merged(job, self.source, **options)
+
+        def finish() -> None:
+            job.held.put_back()
+            self._finish(report)
+
+        self._ranks.agree(self.what, finish)
+        return report
+
+    def _look(self) -> Step[fill.Job]:
+        if isinstance(self.target, nn.Module):
+            refuse_foreign(self.what, self.target.parameters, writes=True)
+            if self.optimizer is not None:
+                self._bindings = origins.bindings(self.optimizer, self.target)
+            meta.give_memory(self.target, self.device, self.dtype, self._given)
+            essential = meta.valueless(self.target)
+            held = held_by(self.target, self.group, saving=False)
+        else:
+            essential, held = set[str](), held_by(self.target, self._ranks.process_group, saving=False)
+            refuse_foreign(self.what, held.memory, writes=True)
         fill_masters_too(held)
         for one in [*held.view.parameters, *held.view.buffers] if held.view is not None else []:
             refuse_expanded(one.name, one.tensor)
-        without = allotted.keys() | essential
+        without = self._given.keys() | essential
         parts = (part for part in held.parts if not without or not without.isdisjoint(held.names[part.name]))
         wanted = dict.fromkeys(part.name for part in parts)
-        kind = common_kind(what, source)
-        return Step(fill.Job(what, held, ranks, wanted, essential, strict, wanted if without else ()), [kind])
+        self._kind = common_kind(self.what, self.source)
+        job = fill.Job(self.what, held, self._ranks, wanted, essential, self.strict, wanted if without else ())
+        return Step(job, [self._kind])
 
-    def finish(report: dict[str, Any]) -> None:
-        if allotted and device is not None:
-            meta.move_tables(target, device)
-        meta.take_memory(target, [allotted[name] for name in set(report["missing"]) if name in allotted])
-        tie = getattr(target, "tie_weights", None)
-        if allotted and callable(tie):
+    def _finish(self, report: dict[str, Any]) -> None:
+        given = self._given
+        if given and self.device is not None:
+            meta.move_tables(self.target, self.device)
+        meta.take_memory(self.target, [given[name] for name in set(report["missing"]) if name in given])
+        tie = getattr(self.target, "tie_weights", None)
+        if given and callable(tie):
             tie()
-
-    def filled() -> dict[str, Any]:
-        if isinstance(source, (str, Path)):
-            return fill.FileLoad(source, look, finish).fill(ranks, what, **options)
-        job = ranks.step(what, look)
-        if kind.total in (b"nothing", b"a function"):
-            report = initialise.by_init(job, target, source, seed)
-        elif kind.total in (b"a mapping", _EMPTY, _RANK_0):
-            report = fill.from_mapping(job, source, kind.total == _RANK_0, progress)
-        else:
-            report = fill.from_merged(job, source, **options)
-
-        def put_back() -> None:
-            job.held.put_back()
-            finish(report)
-
-        ranks.agree(what, put_back)
-        return report
-
-    try:
-        report = filled()
-    except BaseException:
-        meta.take_memory(target, allotted.values())
-        raise
-    if isinstance(target, nn.Module):
-        meta.have_values(target)
-    if optimizer is not None:
-        origins.bind(optimizer, bindings)
-    return report
 
 
 def common_kind(what: str, source: Source) -> Combined:
@@ -204,8 +214,8 @@ def common_kind(what: str, source: Source) -> Combined:
         if len(set(by_rank)) == 1:
             return by_rank[0]
         kinds = ", ".join(kind.decode() for kind in by_rank)
-        if by_rank[0] == b"a mapping" and {*by_rank[1:]} <= {b"nothing", _EMPTY}:
-            return _RANK_0
+        if by_rank[0] == b"a mapping" and {*by_rank[1:]} <= {b"nothing", _EMPTY.encode()}:
+            return _RANK_0.encode()
         way_out = "the same on all, or a mapping on rank 0 and None or {} elsewhere"
         raise invalid(f"{what}: ranks have different sources: {kinds}; {way_out}")
 
@@ -220,7 +230,7 @@ def kind_of(source: object) -> str:
     if isinstance(source, Mapping):
         for name in source:
             instance("a name in source", name, str)
-        return "a mapping" if source else _EMPTY.decode()
+        return "a mapping" if source else _EMPTY
     if callable(source):
         return "a function"
     raise invalid(f"source is a {type(source).__name__}; give a path, a mapping of tensors or a function of a module")

@@ -35,7 +35,7 @@ from shardow.model.names import clean_file_key, refuse_scripted
 from shardow.model.owners import has_fsdp
 from shardow.model.parts import Held
 from shardow.model.view import find
-from shardow.start.materialize import fill_from
+from shardow.start.materialize import Request
 
 
 class SwappedModelProxy(nn.Module):
@@ -361,6 +361,6 @@ def load(what: str, module: nn.Module, find: Callable[[], Mapping[str, Any]], st
         if isinstance(module, SwappedModelProxy):
             load_averages(module.core, state, strict, what)
         else:
-            fill_from(what, module, state, strict=strict)
+            Request(what, module, state, strict=strict).run()
     except errors.InvalidArgumentError as error:
         raise invalid(str(error), RuntimeError) from None

@@ -28,32 +28,12 @@ if TYPE_CHECKING:
     open = open_checkpoint
 
 __version__ = "0.1.0"
+#: Without "open", which `import *` would put before Python's own.
 __all__ = [
-    "EMA",
-    "Checkpoint",
-    "Checkpoints",
-    "Error",
-    "Handle",
-    "SaveHandle",
-    "Schedule",
-    "Slice",
-    "__version__",
-    "async_save",
-    "compat",
-    "errors",
-    "full_state_dict",
-    "load",
-    "materialize",
-    "memory",
-    "merge",
-    "merged",
-    "meta_init",
-    "posthoc",
-    "save",
-    "schedules",
-    "to_empty",
-    "wrap",
-]  # fmt: skip; not "open", which `import *` would put before Python's own
+    "EMA", "Checkpoint", "Checkpoints", "Error", "Handle", "SaveHandle", "Schedule", "Slice", "__version__",
+    "async_save", "compat", "errors", "full_state_dict", "load", "materialize", "memory", "merge", "merged",
+    "meta_init", "posthoc", "save", "schedules", "to_empty", "wrap",
+]  # fmt: skip
 #: Where what is imported at its first use lives.
 _HOMES = {
     "Handle": "averages.attach", "Checkpoints": "checkpoints.face", "EMA": "ema", "SaveHandle": "files.background",

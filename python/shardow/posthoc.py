@@ -28,13 +28,9 @@ Formula = Literal["exact", "continuous"]
 
 
 def plan(
-    directory: paths.StrPath,
-    sigma_rel: float | None = None,
-    *,
-    schedule: Schedule | float | None = None,
-    step: int | None = None,
-    formula: Formula = "exact",
-) -> Plan:
+    directory: paths.StrPath, sigma_rel: float | None = None, *, schedule: Schedule | float | None = None,
+    step: int | None = None, formula: Formula = "exact",
+) -> Plan:  # fmt: skip
     """Of the average that a run would have tracked up to ``step``: the nearest sum of snapshots, by least squares over
     their profiles, with coefficients that sum to 1. Reads headers alone.
 
@@ -58,19 +54,11 @@ def plan(
 
 
 def synthesize(
-    directory: paths.StrPath,
-    sigma_rel: float | None = None,
-    *,
-    out: paths.StrPath,
-    schedule: Schedule | float | None = None,
-    step: int | None = None,
-    formula: Formula = "exact",
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str | None = None,
-    group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+    directory: paths.StrPath, sigma_rel: float | None = None, *, out: paths.StrPath,
+    schedule: Schedule | float | None = None, step: int | None = None, formula: Formula = "exact",
+    dtype: torch.dtype | str | None = None, max_shard_size: int | str | None = None,
+    group: dist.ProcessGroup | None = None, timeout: float | timedelta | None = None, progress: Progress | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Makes that average: ``out`` is a .safetensors file, or a directory in the Hugging Face layout, published as every
     save is. Reads each snapshot once, a few chunks at a time; sums in float64, rounded once. Collective where
     torch.distributed is initialised: each rank writes its own bytes.
@@ -115,12 +103,9 @@ def synthesize(
 
 
 def sweep(
-    directory: paths.StrPath,
-    picture: paths.StrPath | None = None,
-    *,
-    step: int | None = None,
+    directory: paths.StrPath, picture: paths.StrPath | None = None, *, step: int | None = None,
     sigma_rels: Sequence[float] = (),
-) -> Sweep:
+) -> Sweep:  # fmt: skip
     """The error to expect of every width, before anything is computed: the residual of the profile, and the rounding of
     the snapshots.
 

@@ -75,14 +75,9 @@ def tf_warmup(decay: float) -> Schedule:
 
 
 def timm(
-    decay: float,
-    min_decay: float = 0.0,
-    update_after_step: int = 0,
-    *,
-    use_warmup: bool = False,
-    gamma: float = 1.0,
+    decay: float, min_decay: float = 0.0, update_after_step: int = 0, *, use_warmup: bool = False, gamma: float = 1.0,
     power: float = 2 / 3,
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """timm's ModelEmaV3.get_decay(n), with m = n - update_after_step - 1.
 
     0 for m <= 0; with use_warmup 1 - (1 + m / gamma)^-power into [min_decay, decay]; else decay.
@@ -91,14 +86,9 @@ def timm(
 
 
 def dist_ema(
-    decay: float,
-    warmup: bool = False,
-    power: float = 2 / 3,
-    *,
-    min_decay: float = 0.0,
-    inv_gamma: float = 1.0,
+    decay: float, warmup: bool = False, power: float = 2 / 3, *, min_decay: float = 0.0, inv_gamma: float = 1.0,
     update_after_step: int = 0,
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """DistEMA, with m = max(0, n - 1 - update_after_step - 1), since it counts after it uses.
 
     d = max(min_decay, min(1 - (1 + m / inv_gamma)^-power, decay)). The first two updates copy.
@@ -107,14 +97,9 @@ def dist_ema(
 
 
 def diffusers(
-    decay: float = 0.9999,
-    *,
-    min_decay: float = 0.0,
-    update_after_step: int = 0,
-    use_ema_warmup: bool = False,
-    inv_gamma: float = 1.0,
-    power: float = 2 / 3,
-) -> Schedule:
+    decay: float = 0.9999, *, min_decay: float = 0.0, update_after_step: int = 0, use_ema_warmup: bool = False,
+    inv_gamma: float = 1.0, power: float = 2 / 3,
+) -> Schedule:  # fmt: skip
     """diffusers' EMAModel.get_decay(n), with m = n - update_after_step - 1.
 
     0 for m <= 0; 1 - (1 + m / inv_gamma)^-power, or (1 + m) / (10 + m), into [min_decay, decay].
@@ -123,13 +108,9 @@ def diffusers(
 
 
 def ema_pytorch(
-    beta: float = 0.9999,
-    update_after_step: int = 100,
-    *,
-    inv_gamma: float = 1.0,
-    power: float = 2 / 3,
+    beta: float = 0.9999, update_after_step: int = 100, *, inv_gamma: float = 1.0, power: float = 2 / 3,
     min_value: float = 0.0,
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """ema-pytorch's get_current_decay() at its n-th update, with m = n - update_after_step - 1.
 
     0 for m <= 0, else 1 - (1 + m / inv_gamma)^-power in [min_value, beta].

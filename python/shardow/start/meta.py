@@ -71,12 +71,10 @@ def on_meta(buffers: bool) -> Iterator[None]:
 
     module_class: Any = nn.Module
     module_class.register_parameter, module_class.register_buffer = parameter_on_meta, buffer_on_meta
-    recorded.active.append(recorder)
     try:
         with recorder:
             yield
     finally:
-        recorded.active.pop()
         module_class.register_parameter, module_class.register_buffer = register_parameter, register_buffer
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardow.model.storage import storage_key
@@ -105,12 +105,10 @@ class Record:
         self.twins = self.twins or object()
         copy = replace(self, made=list(self.made), calls=list(self.calls))
         copied = memo.get(self.tensor)
-        if isinstance(copied, torch.Tensor) and active and copied.is_meta:
-            active[-1].watch(copied, copy)
+        recorders = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Recorder)]
+        if isinstance(copied, torch.Tensor) and recorders and copied.is_meta:
+            recorders[-1].watch(copied, copy)
         return copy
-
-
-active: list[Recorder] = []  # those that are on, the innermost last
 
 
 def records_of(module: nn.Module) -> dict[str, Record]:
@@ -129,13 +127,15 @@ class Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # The tensor keeps the storage's address from others.
-        self._by_storage: dict[int, tuple[torch.Tensor, Record]] = {}
+        self._by_storage: dict[int, tuple[torch.Tensor, Record, list[nn.Module]]] = {}
         self._computed: dict[int, tuple[torch.Tensor, str]] = {}  # of recorded tensors, and how; by storage, too
         self._frame: types.FrameType | None = None  # of torch.nn.init, which is recorded already
 
-    def watch(self, tensor: torch.Tensor, record: Record) -> None:
+    def watch(self, tensor: torch.Tensor, record: Record, module: nn.Module | None = None) -> None:
         record.tensor = id(tensor)
-        self._by_storage[storage_key(tensor)] = (tensor, record)
+        known = self._by_storage.get(storage_key(tensor))
+        modules = [*(known[2] if known else []), *([module] if module is not None else [])]
+        self._by_storage[storage_key(tensor)] = (tensor, record, modules)
 
     def register(self, module: nn.Module, key: str, given: torch.Tensor, now: torch.Tensor) -> None:  # (1)
         """``given`` has become ``now``, on meta, in the module."""
@@ -144,13 +144,11 @@ class Recorder(TorchFunctionMode):
         if known is None and (computed := self._computed.get(storage_key(now))):
             record.made = [Call(torch.Tensor.copy_, problem=f"{computed[1]} of a tensor on meta")]
         elif known is None and not given.is_meta:
-            if not without_values(given):
-                values = View(tuple(given.size()), torch.empty(given.size(), device="meta").stride(), 0), given
-                record.made = [self._call(torch.Tensor.copy_, "its constructor made", values, {}, record, True)]
+            record.made = [] if without_values(given) else [_kept(given)]
             record.source, record.version = given.detach(), given._version
             record.source.data = given.new_empty(0)
         module.__dict__.setdefault(_KEY, {})[key] = record
-        self.watch(now, record)
+        self.watch(now, record, module)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # (2)
         kwargs = kwargs or {}
@@ -178,8 +176,8 @@ class Recorder(TorchFunctionMode):
         known = self._by_storage.get(storage_key(target))
         if known is None:
             return
-        record = known[1]
-        init, reset = _callers(record)
+        _, record, modules = known
+        init, reset = _callers(modules)
         if init is not None:
             if init is self._frame:
                 return  # one of several steps
@@ -196,25 +194,21 @@ class Recorder(TorchFunctionMode):
         if reset:
             record.reset, record.calls = True, []
         else:
-            record.calls.append(self._call(func, f"{name}() is given", args, kwargs, record, whole))
+            record.calls.append(self._call(func, name, args, kwargs, record, whole))
 
-    def _call(self, func: Any, how: str, args: Any, kwargs: Any, record: Record, whole: bool) -> Call:
-        """``how``: where its tensors come from, for messages."""
+    def _call(self, func: Any, name: str, args: Any, kwargs: Any, record: Record, whole: bool) -> Call:
         problems: list[str] = []
 
         def keep(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if not value.is_meta:
-                value = value.detach()
-                if func is torch.Tensor.copy_ and value.numel() and bool((value == value.reshape(-1)[0]).all()):
-                    value = value.reshape(-1)[0]
                 if value.nbytes > MOST:
-                    problems.append(f"{how} {value.nbytes >> 20} MiB of values itself, more than meta_init() keeps")
-                return value.clone() if not problems else None
+                    problems.append(f"{name} with a tensor of {value.nbytes >> 20} MiB, more than meta_init() keeps")
+                return value.detach().clone() if not problems else None
             known = self._by_storage.get(storage_key(value))
             if known is None or known[1] is not record:
-                problems.append(f"{how} a tensor that is on meta itself")
+                problems.append(f"{name} with a tensor that is on meta itself")
                 return None
             return View(tuple(value.size()), value.stride(), int(value.storage_offset()))
 
@@ -247,16 +241,24 @@ def _head_bytes(tensor: torch.Tensor) -> int:
     return min(max(_HEAD // tensor.itemsize, 1), tensor.numel()) * tensor.itemsize
 
 
-def _callers(record: Record) -> tuple[types.FrameType | None, bool]:
-    """(the outermost frame of torch.nn.init on the stack, whether a reset_parameters() of a module with the record is
-    there)."""
+def _kept(given: torch.Tensor) -> Call:
+    values = given.detach()
+    whole = View(tuple(values.size()), torch.empty(values.size(), device="meta").stride(), 0)
+    uniform = values.numel() and bool((values == values.reshape(-1)[0]).all())
+    if not uniform and values.nbytes > MOST:
+        made = f"{values.nbytes >> 20} MiB of values itself"
+        return Call(torch.Tensor.copy_, problem=f"its constructor made {made}, more than meta_init() keeps")
+    return Call(torch.Tensor.copy_, ((whole, (values.reshape(-1)[0] if uniform else values).clone()), {}))
+
+
+def _callers(modules: list[nn.Module]) -> tuple[types.FrameType | None, bool]:
+    """(the outermost frame of torch.nn.init that stands now, whether one of the modules' reset_parameters() does)."""
     init, frame = None, sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
         if frame.f_globals.get("__name__") == "torch.nn.init" and not name.startswith("_") and hasattr(nn.init, name):
             init = frame
-        module = frame.f_locals.get("self") if name == "reset_parameters" else None
-        if isinstance(module, nn.Module) and any(own is record for own in records_of(module).values()):
+        if name == "reset_parameters" and any(frame.f_locals.get("self") is one for one in modules):
             return init, True
         frame = frame.f_back  # type: ignore[assignment]
     return init, False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = ["EMAModel"]
 Parameters = Iterable[torch.Tensor]
 _WEIGHTS = "diffusion_pytorch_model.safetensors"  # as diffusers.utils.SAFETENSORS_WEIGHTS_NAME
 _INDEX = _WEIGHTS + ".index.json"
+_SHARD = re.compile(r"diffusion_pytorch_model-\d{5}-of-\d{5}\.(safetensors|bin)")
 
 
 class EMAModel:
@@ -109,9 +111,8 @@ class EMAModel:
             if ranks.rank == 0:
                 model.save_config(str(folder))
                 (folder / _INDEX).unlink(missing_ok=True)  # of an earlier save in several files
-                for ending in ("safetensors", "bin"):
-                    for shard in folder.glob(f"diffusion_pytorch_model-*-of-*.{ending}"):
-                        shard.unlink()
+                for shard in filter(lambda file: _SHARD.fullmatch(file.name), folder.iterdir()):
+                    shard.unlink()
 
         model, state = ranks.step(what, prepare)
         save(state, folder / _WEIGHTS, group=ranks.process_group)

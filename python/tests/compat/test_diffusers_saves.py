@@ -74,9 +74,12 @@ def test_a_save_in_one_file_replaces_an_earlier_one_in_several(tmp_path: Path) -
     assert len(os.listdir(tmp_path)) > 3
     sharded = EMAModel.from_pretrained(tmp_path, UNet2DModel, parameters=unet().parameters())
     assert equal(sharded.shadow_params, list(unet(seed=1).parameters()))
+    others = ["diffusion_pytorch_model-fp16-of-unet.safetensors", "diffusion_pytorch_model-1-of-2.bin"]
+    for name in others:
+        (tmp_path / name).touch()
     ema = _trained(EMAModel, unet())
     ema.save_pretrained(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == sorted(["config.json", "diffusion_pytorch_model.safetensors", *others])
     assert equal(list(UNet2DModel.from_pretrained(str(tmp_path)).parameters()), ema.shadow_params)
 
 

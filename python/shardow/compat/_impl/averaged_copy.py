@@ -71,24 +71,24 @@ class AveragedCopy:
         return self._pairs
 
     def _unchanged(self) -> bool:
-        return (self._ours.unchanged_at_rest() and self._theirs.unchanged_at_rest()) and all(
+        return (self._averages.unchanged_at_rest() and self._weights.unchanged_at_rest()) and all(
             slot.owner.get(slot.key) is slot.recorded and slot.recorded.data_ptr() == address
             for slot, address in self._watched
         )
 
     def _pair(self, module: nn.Module, model: nn.Module) -> list[AveragedTensor]:
         """Returns what is averaged, copied or left alone."""
-        ours = find(module)
-        weights = _unwrapped(model, ours)
-        ours.reshard()
+        averages = find(module)
+        weights = _unwrapped(model, averages)
+        averages.reshard()
         weights.reshard()
         buffers = self._chosen_buffers(module)
-        theirs = {slot.name: slot for slot in slots(weights.model, "buffer", "table") if slot.name in buffers}
-        fit = compare(_forms(ours, buffers), _forms(weights, theirs))
+        sources = {slot.name: slot for slot in slots(weights.model, "buffer", "table") if slot.name in buffers}
+        fit = compare(_forms(averages, buffers), _forms(weights, sources))
         also = _MissingError if fit.missing or fit.unexpected else RuntimeError
         fit.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
         known = {local.name: local for local in weights.parameters}
-        pairs = [(local, known[local.name]) for local in ours.parameters]
+        pairs = [(local, known[local.name]) for local in averages.parameters]
         rows = [
             AveragedTensor(
                 local.name, weight.tensor, local.tensor, fate=self._choose(local.name, weight.shown, "parameter")
@@ -97,7 +97,7 @@ class AveragedCopy:
         ]
         rows += [
             AveragedTensor(
-                name, theirs[name].recorded, slot.recorded, fate=self._choose(name, slot.recorded, slot.kind)
+                name, sources[name].recorded, slot.recorded, fate=self._choose(name, slot.recorded, slot.kind)
             )
             for name, slot in buffers.items()
         ]
@@ -105,9 +105,9 @@ class AveragedCopy:
         dtypes = [(row.source.dtype, row.average.dtype) for row in floating]
         rule = self._rule if isinstance(self._rule, str) else self._rule(dtypes)
         self._pairs = GivenMemory(rows, rule, **self._options)
-        self._ours, self._theirs = ours, weights
+        self._averages, self._weights = averages, weights
         #: Places of buffers in both modules, and their addresses.
-        self._watched = [(slot, slot.recorded.data_ptr()) for slot in (*buffers.values(), *theirs.values())]
+        self._watched = [(slot, slot.recorded.data_ptr()) for slot in (*buffers.values(), *sources.values())]
         return rows
 
     def _chosen_buffers(self, module: nn.Module) -> dict[str, Slot]:
@@ -125,14 +125,13 @@ def _forms(view: ModelView, buffers: Mapping[str, Slot]) -> dict[str, Any]:
     return {**{local.name: local.region for local in view.parameters}, **shapes}
 
 
-def _unwrapped(model: nn.Module, ours: ModelView) -> ModelView:
-    """What is in a wrapper that nobody here knows, such as another library's engine, by the name that they all have for
-    it.
-    """
+def _unwrapped(model: nn.Module, averages: ModelView) -> ModelView:
+    """Returns the view of the module in an unknown wrapper, such as another library's engine, by the attribute that
+    they all have for it."""
     weights, inner = find(model), getattr(model, "module", None)
-    names = {local.name for local in ours.parameters}
+    names = {local.name for local in averages.parameters}
     if isinstance(inner, nn.Module) and names and names.isdisjoint(local.name for local in weights.parameters):
-        return _unwrapped(inner, ours)
+        return _unwrapped(inner, averages)
     return weights
 
 
@@ -158,7 +157,7 @@ class TrainedCopy(AveragedCopy):
 
     def _pair(self, module: nn.Module, model: nn.Module) -> list[AveragedTensor]:
         rows = super()._pair(module, model)
-        self._parameters = [*self._theirs.model.parameters()]
+        self._parameters = [*self._weights.model.parameters()]
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         averaged = [row for row in rows if row.fate == "average"]
         if not self.names:

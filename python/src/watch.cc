@@ -100,7 +100,7 @@ class Watch {
   }
 
   bool memory_same() {
-    if (hints_.empty()) find_hints();
+    if (!hinted_) find_hints();
     return visit([this](size_t i, uint64_t mark) { return recorded_[i] == mark; });
   }
 
@@ -123,6 +123,7 @@ class Watch {
  private:
   // When they are first of use: asking takes half a microsecond each.
   void find_hints() {
+    hinted_ = true;
     try {
       std::vector<std::pair<uintptr_t, uintptr_t>> hints;
       for (size_t i = 0; i < tensors_.size(); ++i)
@@ -186,6 +187,7 @@ class Watch {
   nb::str local_;
   Marks marks_;
   nb::callable hint_;
+  bool hinted_ = false;
   std::vector<std::pair<uintptr_t, uintptr_t>> hints_;
   std::vector<uint64_t> recorded_;
 };

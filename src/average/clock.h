@@ -15,7 +15,7 @@
 namespace shardow::average {
 
 struct Counters {
-  int64_t step = 0;          // last step that update() was told of or counted
+  int64_t step = 0;          // last step that update() was given or counted
   int64_t updates = 0;       // averages applied, copies at or before start_step not counted
   int64_t applied_step = 0;  // the step of the last update that changed the averages
   double applied_samples = 0;
@@ -34,7 +34,7 @@ struct Clock {
   Counters counters;
   AverageOptions options;
 
-  /// The step of an update that is told `step`. Throws kInvalidArgument for one that has been counted.
+  /// Returns the step of an update that is given `step`. Throws kInvalidArgument for one that has been counted.
   int64_t next(std::optional<int64_t> step) const;
   /// Up to start_step, and the first update past it where none came before: the averages never begin with weights from
   /// long before.
@@ -54,8 +54,8 @@ struct Clock {
   std::string to_json() const;  ///< canonical
 };
 
-/// Of a saved state; options that do not decide numbers are `own`. Throws kCorrupt with the offending text, also for
-/// counters that no Average can have.
+/// Returns the clock of a saved state; options that do not decide numbers are `own`. Throws kCorrupt with the offending
+/// text, also for counters that no Average can have.
 Clock clock_from_json(std::string_view json, AverageOptions own = {});
 
 /// Of a saved state, whatever else is in it. Throws kCorrupt.

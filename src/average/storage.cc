@@ -122,8 +122,9 @@ void Storage::allocate() {
   take(std::move(views));
 }
 
-/// What averages `views`, whose averages are ours. Rings are kept: to pin memory is slow. Of threads for what goes on
-/// while the caller does, one must do beside training on the host; beside training on a device the host is idle.
+/// Returns the tables that average `views` into `averages`. Keeps rings, since pinning memory is slow. Beside training
+/// on the host a background update has one thread, if options don't say more; beside training on a device the host is
+/// idle.
 Storage::Bound Storage::make_bound(std::span<const TensorView> views) {
   const std::vector<Place> places = places_of(views, averages);
   size_t whole_rings = 0;

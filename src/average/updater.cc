@@ -1,23 +1,20 @@
 // An update is a pure function of (clock, parameters, averages): Clock::plan() turns where training stands into the few
-// numbers that a kernel needs, dispatch() hands them to each device once. In the background it is planned by the caller
-// and done by a thread of the Average's own while the caller goes on.
-// Nobody else touches averages until wait(), which every call that would do so begins with. options.overlap has all
-// work done so; averages on the host of weights on a device always are.
+// numbers that a kernel needs, dispatch() hands them to each device once. In the background the caller plans, and a
+// thread of the Average does the work while the caller goes on. Nobody else touches averages until wait(), which every
+// other call begins with. options.overlap has all work done so; averages on the host of weights on a device always are.
 //
-// An update of the latter (offload.h), and what becomes of one that fails:
-//   1. the device notes how far the weights' stream has come (begin(), on the caller's thread); the copies come after
-//   that
-//   2. copies begin, as many as the ring holds
-//   3. what fits its ring is waited for. Until here nothing has changed: a failure ends the update, and the averages
-//   are those of the last
-//   4. block by block: wait for its copies, average it, begin the next copies. An exact way back would need a copy of
-//   the averages, so a
-//      failure leaves the update under way, and each later call takes it up with the block where it stopped. That is
-//      right as long as the weights have not changed, so finish_reading(), which lets them change, throws as well
-//   5. all copies have begun: part_done(). From here on finish_reading() has the device wait for the last one, and the
-//   host goes on. A
-//      failure of a copy under way is a failure of the device; blocks that it has torn stay so, and are refused until
-//      reset()
+// An update of averages on the host of weights on a device (offload.h), and what becomes of one that fails:
+//   1. The device notes how far the weights' stream has come (begin(), on the caller's thread); copies come after that.
+//   2. Copies begin, as many as the ring holds.
+//   3. What fits the ring is waited for. Until here nothing has changed: a failure ends the update, and the averages
+//      are those of the last one.
+//   4. Block by block: wait for its copies, average it, begin the next copies. An exact way back would need a copy of
+//      the averages, so a failure leaves the update under way, and each later call takes it up with the block where it
+//      stopped. That is right as long as the weights have not changed, so finish_reading(), which lets them change,
+//      throws as well.
+//   5. All copies have begun: part_done(). From here on finish_reading() has the device wait for the last one, and the
+//      host goes on. A failure of a copy under way is a failure of the device; blocks that it has torn stay so, and are
+//      refused until reset().
 #include "average/updater.h"
 
 #include <fmt/format.h>

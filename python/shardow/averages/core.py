@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -377,12 +378,16 @@ class Averages:
         self.engine.reset()
         self._written()
 
+    @cached_property
+    def _parts(self) -> list[list[Part]]:
+        return [[Part(row.name, row.averages[k], row.region) for row in self.tracked] for k in range(len(self.keys))]
+
     def parts(self, k: int = 0, saving: bool = False) -> list[Part]:
         """This rank's part of each average, as files and gatherers take it. ``saving``: of those that are saved from
         this rank.
         """
-        rows = (row for row in self.tracked if not saving or row.local.counts_on(self.ranks.rank))
-        return [Part(row.local.name, row.averages[k], row.region) for row in rows]
+        pairs = zip(self._parts[k], self.tracked, strict=True)
+        return [part for part, row in pairs if not saving or row.local.counts_on(self.ranks.rank)]
 
     def held(self, k: int = 0, complete: bool = False, saving: bool = False) -> Held:
         """Returns this rank's part of average ``k``; ``complete``: and of all else that a complete model has.
@@ -416,10 +421,10 @@ def _squares(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> Combined:
     """Returns what makes |average - weights| / |weights| of all ranks' squares, as text; every element counted on one
     rank, by its owner."""
     apart, length = 0.0, 0.0
-    for one in tracked:
-        if not _owned(one, ranks):
+    for row in tracked:
+        if not _owned(row, ranks):
             continue
-        for average, weight in zip(one.averages[k].split(_CHUNK), one.sources().split(_CHUNK), strict=True):
+        for average, weight in zip(row.averages[k].split(_CHUNK), row.sources().split(_CHUNK), strict=True):
             weight = weight.to(average.device).double()
             apart += float((average.double() - weight).square().sum())
             length += float(weight.square().sum())
@@ -431,10 +436,9 @@ def _squares(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> Combined:
     return Combined(json.dumps([apart, length]).encode(), ratio)
 
 
-def _owned(one: Tracked, ranks: RankGroup) -> bool:
-    """False for what another rank counts: copies on all replicas but the first, and whole tensors that every rank
-    holds.
-    """
-    divided = one.stretched or one.region.size < one.local.region.size
-    copied = not divided and any(index > 0 for _, index, _ in one.local.replicas)
-    return one.local.counts_on(ranks.rank) and not copied
+def _owned(row: Tracked, ranks: RankGroup) -> bool:
+    """Returns False for what another rank counts: copies on all replicas but the first, and whole tensors that every
+    rank holds."""
+    divided = row.stretched or row.region.size < row.local.region.size
+    copied = not divided and any(index > 0 for _, index, _ in row.local.replicas)
+    return row.local.counts_on(ranks.rank) and not copied

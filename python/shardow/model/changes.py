@@ -24,16 +24,16 @@ WAY_OUT = (
 Form = tuple[object, str, torch.dtype, torch.device, _core.Region]
 
 
-def change(was: Mapping[str, Form], now: Mapping[str, Form]) -> str | None:
-    """Returns what has become of the first tensor that is not as it ``was``; None where nothing but addresses has
-    changed. ``was``, ``now``: by name.
+def change(recorded: Mapping[str, Form], current: Mapping[str, Form]) -> str | None:
+    """Returns what has become of the first tensor that is not as it was recorded; None where nothing but addresses has
+    changed. Both by name.
     """
-    for name in {**was, **now}:
-        if name not in now:
+    for name in {**recorded, **current}:
+        if name not in current:
             return f"'{name}' is gone from the model; {WAY_OUT}"
-        if name not in was:
+        if name not in recorded:
             return f"'{name}' has been added since this EMA was made, and has no average; {WAY_OUT}"
-        (before, *old), (after, *new) = was[name], now[name]
+        (before, *old), (after, *new) = recorded[name], current[name]
         if after is not before:
             return f"'{name}' has been replaced by another object since this EMA was made; {WAY_OUT}"
         for what, value, expected in zip(("lies in the memory of", "is", "is on", "holds"), new, old, strict=True):

@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 import benchmarks.engine  # noqa: F401  # isort: split
-from benchmarks import checkpoints, command, files, init, merges, overlap, report, surfaces, swaps, updates
+from benchmarks import checkpoints, command, compat, files, init, merges, overlap, report, swaps, updates
 from benchmarks.measure import Bar
 
 
@@ -34,7 +34,7 @@ def sections(quick: bool, rounds: int, only: str) -> dict[Any, dict[str, Any]]:
     """Returns the arguments of each section's run(), in the order of the page."""
     return {
         updates: {"quick": quick, "rounds": rounds, "only": only},
-        surfaces: {"quick": quick, "rounds": rounds},
+        compat: {"quick": quick, "rounds": rounds},
         overlap: {"quick": quick, "rounds": rounds},
         swaps: {"width": 64, "layers": 2, "rounds": 1} if quick else {},
         files: {"gib": 0.01, "rounds": 1} if quick else {},

@@ -117,7 +117,7 @@ def _several(name: str, case: Case, make: Callable[[float], Candidate]) -> Candi
     return Candidate(name, step, each[0].averages, each[0].note)
 
 
-# ---- of a library, or of the surface that has its names: (library, model, decay)
+# ---- of a library, or of the compat class that has its names: (library, model, decay)
 
 
 def averaged_model(lib: Any, model: nn.Module, decay: float) -> Candidate:

@@ -28,7 +28,7 @@ SHOWN = {
         "times AveragedModel",
         "import shardow",
         "beyond the copy",
-        "surfaces, 2000 small tensors: the slowest",
+        "compat classes, 2000 small tensors: the slowest",
         "Causal-Forcing EMA_FSDP",
         "ema-pytorch EMA, foreach",
         "Automodel ShardedModelEMAManager",

@@ -14,7 +14,7 @@ from shardow.errors import Error
 
 if TYPE_CHECKING:
     from shardow import compat, errors, memory, posthoc, schedules
-    from shardow.averages.attach import Handle
+    from shardow.averaging.attach import Handle
     from shardow.checkpoints.face import Checkpoints
     from shardow.ema import EMA
     from shardow.files.background import SaveHandle
@@ -36,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 #: Where what is imported at its first use lives.
 _HOMES = {
-    "Handle": "averages.attach", "Checkpoints": "checkpoints.face", "EMA": "ema", "SaveHandle": "files.background",
+    "Handle": "averaging.attach", "Checkpoints": "checkpoints.face", "EMA": "ema", "SaveHandle": "files.background",
     "Checkpoint": "files.reading", "Slice": "files.reading", "async_save": "files.checkpoint",
     "full_state_dict": "files.checkpoint", "save": "files.checkpoint", "load": "start.materialize",
     "merge": "merging.face", "merged": "merging.face", "materialize": "start.materialize", "meta_init": "start.meta",

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shardow import _core
-from shardow.averages import copies, persistence, state_dict
-from shardow.averages.attach import Attachments, Handle, Samples
-from shardow.averages.core import Averages
-from shardow.averages.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
-from shardow.averages.state_dict import Decay, OptionsFrom
-from shardow.averages.swap import Block
-from shardow.averages.teacher import Begin, Names, Teacher
-from shardow.averages.tracked import Source
+from shardow.averaging import copies, persistence, state_dict
+from shardow.averaging.attach import Attachments, Handle, Samples
+from shardow.averaging.model_averages import ModelAverages
+from shardow.averaging.options import Buffers, NonFinite, Params, Replicas, Rule, Stochastic
+from shardow.averaging.state_dict import Decay, OptionsFrom
+from shardow.averaging.swap import Block
+from shardow.averaging.teacher import Begin, Names, Teacher
+from shardow.averaging.tracked import Source
 from shardow.base.checks import number, whole
 from shardow.base.progress import Progress
 from shardow.files import engine, paths
@@ -127,7 +127,7 @@ class EMA:
             "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         teacher = None if averages is None else Teacher(averages, names, begin)
-        self._averages = Averages(model, decay, asked, source, group, timeout, teacher)
+        self._averages = ModelAverages(model, decay, asked, source, group, timeout, teacher)
         self._attached = Attachments(self._averages.update_attached)
         if optimizer is not None:
             self.attach(optimizer)
@@ -400,8 +400,8 @@ class EMA:
         Local.
 
         With several decays the averages are keyed by decay: {"averages": {"0.999": {...}, ...}}. The tensors are this
-        EMA's own memory: what changes them changes it. What other ranks hold a part of is a Piece, whose pickling
-        warns: torch.save() on rank 0 would keep rank 0's.
+        EMA's own memory: what changes them changes it. What other ranks hold a part of is a PartialTensor, whose
+        pickling warns: torch.save() on rank 0 would keep rank 0's.
         """
         return state_dict.make(self._averages)
 
@@ -498,7 +498,7 @@ class EMA:
         return repr(self._averages)
 
 
-def model_averages(ema: EMA) -> Averages:
+def model_averages(ema: EMA) -> ModelAverages:
     """Returns the implementation behind ``ema``, which compat's classes compose."""
     return ema._averages
 

@@ -115,7 +115,7 @@ def ema_pytorch(
 
     0 for m <= 0, else 1 - (1 + m / inv_gamma)^-power in [min_value, beta].
 
-    The origin computes in float32; this is within one rounding of it.
+    Upstream computes in float32; this is within one rounding of it.
     """
     return _made("ema_pytorch", locals())
 

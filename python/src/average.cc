@@ -10,8 +10,8 @@
 
 #include <utility>
 
+#include "average/chunk_table.h"
 #include "average/impl.h"
-#include "average/plan.h"
 #include "callbacks.h"
 #include "core.h"
 #include "kernels/cuda.h"
@@ -31,7 +31,7 @@ using average::Inside;
 /// Other threads of Python go on meanwhile, as where an update in the background is waited for.
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
-/// Calls the Updater of python/shardow/averages/torch_rules.py.
+/// Calls the Updater of python/shardow/averaging/torch_rules.py.
 class PythonBackend final : public average::Backend {
  public:
   explicit PythonBackend(nb::object updater) : updater_(std::move(updater)) {}
@@ -111,7 +111,7 @@ auto in_swap(Fn fn) {
   }
 }
 
-/// Calls the Swap of python/shardow/averages/swap.py, which is borrowed.
+/// Calls the Swap of python/shardow/averaging/swap.py, which is borrowed.
 class PythonWeights final : public average::WeightsMemory {
  public:
   explicit PythonWeights(nb::handle swap) : swap_(swap) {}

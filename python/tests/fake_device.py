@@ -71,7 +71,7 @@ class Device(TorchDispatchMode):
         self._holders.append((weakref.ref(holder), index))
 
     def __enter__(self) -> Any:
-        from shardow.model import storage
+        from shardow.sharding import storage
 
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(storage, "device_of", self._device_of)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardow import EMA
-from shardow.averages.core import Averages
+from shardow.averaging.model_averages import ModelAverages
 
 
-def averages_of(ema: EMA) -> Averages:
+def averages_of(ema: EMA) -> ModelAverages:
     """Returns the implementation behind ``ema``."""
     return ema._averages

@@ -148,14 +148,14 @@ def test_ema_that_lives_to_the_end_of_the_interpreter_says_nothing(monkeypatch: 
     """Modules' globals are None by then."""
     import torch
 
-    from shardow.averages import core
+    from shardow.averaging import model_averages
 
     ema = shardow.EMA(torch.nn.Linear(2, 2))
     unraisable: list[object] = []
     with monkeypatch.context() as patch:
         patch.setattr(sys, "unraisablehook", unraisable.append)
-        for name in [name for name in vars(core) if not name.startswith("__")]:
-            patch.setattr(core, name, None)
+        for name in [name for name in vars(model_averages) if not name.startswith("__")]:
+            patch.setattr(model_averages, name, None)
         del ema
     assert unraisable == []
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "average/plan.h"
+#include "average/chunk_table.h"
 
 namespace shardow::average {
 namespace {

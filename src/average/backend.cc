@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "average/plan.h"
+#include "average/chunk_table.h"
 #include "base/errors.h"
 #include "kernels/cuda.h"
 #include "tensor/dtype.h"

@@ -35,10 +35,10 @@ HostTable::HostTable(std::vector<Chunk> chunks, RunCutter runs, size_t num_avera
 /// fn(thread, block) for every block, on all threads.
 template <typename Fn>
 void HostTable::for_each_block(size_t part, const Fn& fn) {
-  Shares& shares = parts_[part];
+  WorkShares& shares = parts_[part];
   shares.begin();
   const auto take_all = [&](int thread) {
-    while (const std::optional<Stretch> block = shares.take(thread)) fn(thread, *block);
+    while (const std::optional<ChunkRange> block = shares.take(thread)) fn(thread, *block);
   };
   if (shares.num_threads() == 1) return take_all(0);
   pool_.run(take_all);
@@ -46,7 +46,7 @@ void HostTable::for_each_block(size_t part, const Fn& fn) {
 
 NonFiniteCount HostTable::update(size_t part, const kernels::Step& step, bool by_runs) {
   std::fill(counts_.begin(), counts_.end(), NonFiniteCount{});
-  for_each_block(part, [&](int thread, Stretch block) {
+  for_each_block(part, [&](int thread, ChunkRange block) {
     NonFiniteCount met;
     const auto run = [&](std::span<const Chunk> some) { met.add(kernels::cpu::update(some, step), some); };
     if (by_runs && runs_.cuts()) {
@@ -63,7 +63,7 @@ NonFiniteCount HostTable::update(size_t part, const kernels::Step& step, bool by
 }
 
 void HostTable::copy_parameters(size_t part) {
-  for_each_block(part, [&](int, Stretch block) {
+  for_each_block(part, [&](int, ChunkRange block) {
     for (size_t k = 0; k < num_averages_; ++k) {
       for (size_t c = block.begin; c < block.end; ++c) {
         const Chunk& chunk = chunks_[c];
@@ -75,7 +75,7 @@ void HostTable::copy_parameters(size_t part) {
 
 int64_t HostTable::bytes() const noexcept {
   size_t bytes = chunks_.capacity() * sizeof(Chunk) + runs_.bytes();
-  for (const Shares& part : parts_) bytes += sizeof(Shares) + part.bytes();
+  for (const WorkShares& part : parts_) bytes += sizeof(WorkShares) + part.bytes();
   return static_cast<int64_t>(bytes);
 }
 

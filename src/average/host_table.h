@@ -6,8 +6,8 @@
 #include <span>
 #include <vector>
 
-#include "average/plan.h"
-#include "average/shares.h"
+#include "average/chunk_table.h"
+#include "average/work_shares.h"
 #include "base/threads.h"
 #include "kernels/kernels.h"
 
@@ -53,7 +53,7 @@ class HostTable {
   RunCutter runs_;
   size_t num_averages_;
   base::ThreadPool& pool_;
-  std::vector<Shares> parts_;
+  std::vector<WorkShares> parts_;
   std::vector<NonFiniteCount> counts_;  // of the threads; kept, so that an update allocates nothing
 };
 

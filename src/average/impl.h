@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "average/clock.h"
-#include "average/one_user.h"
+#include "average/concurrent_use_check.h"
 #include "average/storage.h"
 #include "average/swap.h"
 #include "average/updater.h"
@@ -17,16 +17,16 @@ namespace shardow {
 struct Average::Impl {
   Impl(std::vector<TensorView> parameters, AverageOptions chosen, std::shared_ptr<average::OtherMemory> others);
 
-  mutable average::OneUser user;
+  mutable average::ConcurrentUseCheck user;
   average::Clock clock;
   average::Storage storage;
   average::Updater updater;
   average::Swap swap;
 
   /// First in each call of the face that reads or writes what another call may write.
-  [[nodiscard]] average::OneUser::Use use(const char* call) const { return {user, call}; }
+  [[nodiscard]] average::ConcurrentUseCheck::Use use(const char* call) const { return {user, call}; }
 
-  [[nodiscard]] average::OneUser::Look look() const { return average::OneUser::Look(user); }
+  [[nodiscard]] average::ConcurrentUseCheck::Look look() const { return average::ConcurrentUseCheck::Look(user); }
 
   UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {},
                       average::Updater::Launch launch = average::Updater::Launch::kNow);

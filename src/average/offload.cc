@@ -4,7 +4,7 @@
 #include <bit>
 #include <utility>
 
-#include "average/plan.h"
+#include "average/chunk_table.h"
 #include "tensor/dtype.h"
 
 namespace shardow::average {

@@ -1,5 +1,5 @@
-// Formulas keep the order of operations of their origins: in float64 they are equal to them bit for bit. Each origin's
-// own code is run beside them in python/tests/schedules.
+// Formulas keep the order of operations of the upstream projects: in float64 they are equal to them bit for bit.
+// python/tests/schedules runs each project's own code beside them.
 #include "average/schedule_table.h"
 
 #include <algorithm>

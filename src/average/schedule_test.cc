@@ -1,4 +1,4 @@
-// Formulas at their edges, and JSON. python/tests/schedules runs the origins' own code beside them.
+// Formulas at their edges, and JSON. python/tests/schedules runs upstream projects' own code beside them.
 #include "shardow/schedule.h"
 
 #include <gtest/gtest.h>

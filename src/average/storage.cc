@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "average/checks.h"
-#include "average/plan.h"
+#include "average/chunk_table.h"
 #include "average/replicas.h"
 #include "base/errors.h"
 #include "tensor/dtype.h"

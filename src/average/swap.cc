@@ -188,7 +188,7 @@ void Swap::out() {
 
 /// Step 1, on this rank: all that could be refused, and all memory.
 SwapRecord Swap::prepare(std::span<const TensorView> weights, size_t k) const {
-  const OneUser::Use use(user_, "swap_in()");
+  const ConcurrentUseCheck::Use use(user_, "swap_in()");
   const std::vector<std::vector<TensorView>>& averages = storage_.averages;
   if (k >= averages.size()) fail(Code::kInvalidArgument, "swap_in({}): there are {} averages", k, averages.size());
   check_swappable(storage_.whole(), weights);
@@ -223,7 +223,7 @@ SwapRecord Swap::prepare(std::span<const TensorView> weights, size_t k) const {
 void Swap::enter(SwapRecord prepared, WeightsMemory& model, const SwapRanks& ranks) {
   record_ = std::move(prepared);
   const auto exchange_own = [&] {
-    const OneUser::Use use(user_, "swap_in()");
+    const ConcurrentUseCheck::Use use(user_, "swap_in()");
     exchange_in();
     model.scatter();
   };
@@ -333,7 +333,7 @@ void Swap::finish(WeightsMemory& model) {
 /// `places` differ from what was swapped in by its addresses and streams; empty: nothing has moved.
 void Swap::take_back(std::span<const TensorView> places, WeightsMemory& model) {
   if (!record_) return;
-  const OneUser::Use use(user_, "swap_out()");
+  const ConcurrentUseCheck::Use use(user_, "swap_out()");
   if (!places.empty()) {
     check_swappable(storage_.whole(), places);
     std::vector<TensorView> own = storage_.divide(places);

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "average/clock.h"
-#include "average/one_user.h"
+#include "average/concurrent_use_check.h"
 #include "average/replicas.h"
 #include "average/ring_swap.h"
 #include "average/storage.h"
@@ -89,7 +89,7 @@ struct SwapRecord {
 class Swap {
  public:
   /// All of them outlive this.
-  Swap(OneUser& user, const Clock& clock, Storage& storage, Updater& updater)
+  Swap(ConcurrentUseCheck& user, const Clock& clock, Storage& storage, Updater& updater)
       : user_(user), clock_(clock), storage_(storage), updater_(updater) {}
   ~Swap();  ///< takes the weights back where a swap is open
   Swap(const Swap&) = delete;
@@ -125,7 +125,7 @@ class Swap {
   void exchange(const SwapStep& step, kernels::Direction direction);
   RingSwap::Tensors through_ring() const;
 
-  OneUser& user_;
+  ConcurrentUseCheck& user_;
   const Clock& clock_;
   Storage& storage_;
   Updater& updater_;

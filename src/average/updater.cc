@@ -25,7 +25,7 @@
 #include <exception>
 #include <utility>
 
-#include "average/plan.h"
+#include "average/chunk_table.h"
 #include "base/errors.h"
 #include "base/turns.h"
 #include "tensor/dtype.h"

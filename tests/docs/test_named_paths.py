@@ -67,7 +67,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 def test_a_page_that_names_what_is_not_there_is_found() -> None:
     found = named(
-        "see `python/shardow/ema.py`, averages/swap.py, `src/none/x.cc` and python/tests/harness/; not "
+        "see `python/shardow/ema.py`, averaging/swap.py, `src/none/x.cc` and python/tests/harness/; not "
         "`optimizer.step()`, run/a.py"
     )
     assert {name for name in found if not is_there(name)} == {"src/none/x.cc", "python/tests/harness/", "run/a.py"}

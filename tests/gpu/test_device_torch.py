@@ -14,7 +14,7 @@ import torch
 from test_device import KINDS, STEPS, model_of, pytestmark, same, train
 
 import shardow
-from shardow.model import storage
+from shardow.sharding import storage
 
 __all__ = ["pytestmark"]
 
@@ -70,6 +70,6 @@ def test_no_graph_captures_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_nvrtc_a_warning_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "why_not", lambda device: "no NVRTC was found")
-    monkeypatch.setattr("shardow.averages.tracked._warned", set())
+    monkeypatch.setattr("shardow.averaging.tracked._warned", set())
     with pytest.warns(UserWarning, match="updated by PyTorch's own operations: no NVRTC was found"):
         averages({"decay": 0.9}, torch.float32)

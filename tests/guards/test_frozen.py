@@ -10,7 +10,7 @@ from types import ModuleType
 ROOT = Path(__file__).parents[2]
 INSIDE = {
     ".py": r"\._core\b|\bimport _core\b|\bcompat\.ways\b"
-    r"|\bshardow\.(_core|averages|base|checkpoints|distributed|files|merging|model|start)\b",
+    r"|\bshardow\.(_core|averaging|base|checkpoints|distributed|files|merging|sharding|start)\b",
     ".cc": r'#include "(average|base|cli|group|ema|file|kernels|merge|mpi|posthoc|tensor)/|custom_group',
 }
 

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "average/plan.h"
+#include "average/chunk_table.h"
 #include "average/ring_swap.h"
 #include "base/worker.h"
 #include "file/header_fixture.h"

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardow
-from shardow.averages import replicas
+from shardow.averaging import replicas
 from shardow.distributed import gather, rank_group, store_group, stream
 
 #: {name: (shape, the axis that ranks share)}: long runs, which each rank writes; short ones, which go through stripes;

@@ -13,10 +13,10 @@ from typing import Any
 _PATIENCE = 1.0  # seconds that a signal waits for other ranks
 _LOOK = 0.1  # seconds between two looks at the signals, in a wait
 
-_holding: list[Held] = []  # the main thread's, the innermost last
+_holding: list[DeferredSignals] = []  # the main thread's, the innermost last
 
 
-class Held:
+class DeferredSignals:
     """A block, in which Python's signal handlers are put off, in the main thread; its end delivers what came. Elsewhere
     they never run. A second signal of a kind is delivered at once. ``waits``: so is the first one in waits of other
     ranks, which can say that they were interrupted; nowhere else."""
@@ -27,7 +27,7 @@ class Held:
         self._pending: dict[int, float] = {}
         self._raised: list[BaseException] = []  # by handlers
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is not threading.main_thread():
             return self
         try:
@@ -84,7 +84,7 @@ def uninterrupted(
     place of run(); one that has waited until run() was done, in ``undo(exception)``. The exception is raised then."""
     begun = done = False
     try:
-        with Held(waits=True):
+        with DeferredSignals(waits=True):
             begun = True
             run()
             done = True

@@ -1,4 +1,4 @@
 """Whole checkpoints of a training run: model, averages, optimizers, schedulers, values, random generators; which are
 there, which stay.
 
-May import: ema, averages, files, model, distributed, base, errors."""
+May import: ema, averaging, files, sharding, distributed, base, errors."""

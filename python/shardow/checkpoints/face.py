@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardow.averages.state_dict import OptionsFrom
+from shardow.averaging.state_dict import OptionsFrom
 from shardow.base.checks import seconds, whole
 from shardow.base.progress import Progress
 from shardow.checkpoints import manifest, restoring

@@ -28,14 +28,14 @@ from torch.utils._pytree import tree_map
 from shardow import _core
 from shardow.base import plain
 from shardow.base.checks import invalid, unsupported
-from shardow.distributed.gather import Part
+from shardow.distributed.gather import LocalShard
 from shardow.distributed.transfers import empty
-from shardow.model.dtensor import region_of, sharded_like
-from shardow.model.dtypes import dtype_of
-from shardow.model.equal import Common, common_of
-from shardow.model.local import LocalTensor
-from shardow.model.parts import flat_of
-from shardow.model.view import ModelView
+from shardow.sharding.dtensor import region_of, sharded_like
+from shardow.sharding.dtypes import dtype_of
+from shardow.sharding.equal import Common, common_of
+from shardow.sharding.local import LocalTensor
+from shardow.sharding.local_state import flat_of
+from shardow.sharding.view import ModelView
 
 Tree = dict[str, Any]
 
@@ -44,7 +44,7 @@ Tree = dict[str, Any]
 class Tensors:
     """What goes to files beside a tree: ``common`` are those of which one rank's stand for all."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LocalShard] = field(default_factory=list)
     common: list[Common] = field(default_factory=list)
 
     def whole(self, where: str, value: Any) -> Tree:
@@ -53,7 +53,7 @@ class Tensors:
             return plain.refuse(where, value)
         region = _core.Region.whole(list(value.shape))
         tensor = value.detach().clone(memory_format=torch.contiguous_format)
-        self.parts.append(Part(where, tensor.view(-1), region))
+        self.parts.append(LocalShard(where, tensor.view(-1), region))
         self.common.append(Common(where, tensor, region, where))  # where: not all ranks have the same ones, under FSDP1
         return {"$tensor": where}
 
@@ -100,7 +100,7 @@ def _put(param: torch.Tensor, local: LocalTensor, tensors: Tensors, where: str, 
     mark, flat = _held(param, local, where, value)
     if flat is None:
         return tensors.whole(where, value)
-    tensors.parts.append(Part(where, flat, local.region))
+    tensors.parts.append(LocalShard(where, flat, local.region))
     if (common := common_of(local, flat)) is not None:
         tensors.common.append(replace(common, name=where))
     return {mark: where}
@@ -128,7 +128,7 @@ class Wanted:
     """Memory for a file's tensors: ``parts`` are to be read."""
 
     def __init__(self, file: _core.Checkpoint, where: str) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[LocalShard] = []
         self._there, self._where = file.tensors, where
 
     def form(self, name: str) -> tuple[list[int], torch.dtype]:
@@ -138,7 +138,7 @@ class Wanted:
         return list(shape), dtype_of(name, dtype)
 
     def read(self, name: str, memory: torch.Tensor, region: _core.Region) -> None:
-        self.parts.append(Part(name, memory.view(-1), region))
+        self.parts.append(LocalShard(name, memory.view(-1), region))
 
     def whole(self, mark: Tree) -> torch.Tensor:
         """As plain.decode() asks."""

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from shardow import _core, errors
-from shardow.averages.state_dict import OptionsFrom, Taking
+from shardow.averaging.state_dict import OptionsFrom, Taking
 from shardow.base import plain
 from shardow.base.checks import instance, invalid, one_of, warn
 from shardow.checkpoints import manifest
 from shardow.checkpoints.manifest import Manifest
 from shardow.checkpoints.optimizers import Resumed, Wanted
 from shardow.checkpoints.saving import Given, give_random, half_restored, prefix
-from shardow.distributed.gather import Part
+from shardow.distributed.gather import LocalShard
 from shardow.distributed.rank_group import Comparison, RankGroup, equal_facts
 from shardow.distributed.transfers import empty
 from shardow.files import engine
-from shardow.model.extra_state import FromFile
-from shardow.model.match import matched
-from shardow.model.parts import held_by
-from shardow.model.swap_guard import refuse_foreign
+from shardow.sharding.extra_state import FromFile
+from shardow.sharding.local_state import held_by
+from shardow.sharding.match import matched
+from shardow.sharding.swap_guard import refuse_foreign
 
 WHAT = "Checkpoints.restore()"
 #: What may become of a part that is given and is not in the step.
@@ -104,13 +104,13 @@ class Restoring(engine.Load):
             self._missing = manifest.missing(root, step)
         raise self._missing
 
-    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[LocalShard], bool]]:
         one = self._one = manifest.parse(words.decode(), str(self._root))
         where = str(self._root / manifest.directory_of(one.step))
         self._files = one.check(files, where)
         self._taking: Taking | None = None
         self._optimizers: list[Resumed] = []
-        self._wanted: dict[str, tuple[list[Part], bool]] = {}
+        self._wanted: dict[str, tuple[list[LocalShard], bool]] = {}
         self._parts = check_parts(one, self._given, self._skipped, self._absent or {}, where)
         self._compare_names(where)
         small = Wanted(self._files[manifest.STATE], "the state")
@@ -218,7 +218,7 @@ class Restoring(engine.Load):
         self._extra = FromFile(held.extra, file)
         if other := sorted({*held.extra} ^ {*self._extra.values, *self._extra.unexpected}):
             raise invalid(f"{where}: extra states are not the model's: {', '.join(other[:8])}; nothing was restored")
-        parts = [Part(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts]
+        parts = [LocalShard(keys.get(part.name, part.name), part.flat, part.region) for part in held.parts]
         self._wanted[manifest.MODEL] = [*parts, *self._extra.parts], True
 
     def _row(self, small: Wanted) -> torch.Tensor | None:

@@ -23,20 +23,20 @@ import torch
 from torch import nn
 
 from shardow import _core
-from shardow.averages.core import Averages
-from shardow.averages.persistence import to_save_beside
+from shardow.averaging.model_averages import ModelAverages
+from shardow.averaging.persistence import to_save_beside
 from shardow.base import plain
 from shardow.base.checks import instance, invalid
 from shardow.checkpoints import manifest
 from shardow.checkpoints.optimizers import Tensors, Tree, tree_of
-from shardow.distributed.gather import Part
+from shardow.distributed.gather import LocalShard
 from shardow.distributed.rank_group import Combined, RankGroup, Step, equal_facts
 from shardow.ema import EMA
 from shardow.files.engine import FileParts, with_extra
-from shardow.model.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
-from shardow.model.parts import Held, held_by
-from shardow.model.swap_guard import refuse_foreign
-from shardow.model.view import ModelView
+from shardow.sharding.equal import DIFFERENT_WEIGHTS, Common, common_of, equal_copies
+from shardow.sharding.local_state import LocalState, held_by
+from shardow.sharding.swap_guard import refuse_foreign
+from shardow.sharding.view import ModelView
 
 WHAT = "Checkpoints.save()"
 _RANDOM = "random"
@@ -106,7 +106,7 @@ class Saving:
 
     def __init__(self, step: int, asked: Mapping[str, Any], state: Mapping[str, Any] | None, ranks: RankGroup) -> None:
         self._step, self._asked, self._state, self._ranks = step, asked, state, ranks
-        self._held: Held | None = None
+        self._held: LocalState | None = None
         self._optimizer, self._values = Tensors(), Tensors()
 
     def _look(self) -> Step[None]:  # (1)
@@ -167,7 +167,7 @@ class Saving:
         files += averages.values()
         if given.optimizer:
             files.append(FileParts(manifest.OPTIMIZER, self._optimizer.parts, metadata))
-        files.append(FileParts(manifest.STATE, [*self._values.parts, Part(_RANDOM, row, region)], metadata))
+        files.append(FileParts(manifest.STATE, [*self._values.parts, LocalShard(_RANDOM, row, region)], metadata))
         model = manifest.MODEL if given.model is not None else None
         names, keys = [file.name for file in files], {key: file.name for key, file in averages.items()}
         written = manifest.Manifest(
@@ -175,7 +175,7 @@ class Saving:
         )
         return files, {manifest.NAME: written.text()} if ranks.rank == 0 else {}
 
-    def _common(self, averages: Averages | None) -> list[Common | None]:
+    def _common(self, averages: ModelAverages | None) -> list[Common | None]:
         held = self._held.view.parameters if self._held is not None and self._held.view is not None else []
         weights = [weight for weight in map(common_of, held) if weight is not None]
         once = {weight.tensor.data_ptr() for weight in weights}  # replicas' averages follow them, compared by them

@@ -1,9 +1,9 @@
-"""Drop-in surfaces: change an import and keep training.
+"""Drop-in compat classes: change an import and keep training.
 
-One module or package for each origin, named after it; what improves and what differs is in docs/migration.md. `_impl`
-is how they keep averages and write files: origins -> _impl.
+One module for each upstream project, named after it; what improves and what differs is in docs/migration.md. `_impl` is
+how they keep averages and write files.
 
-May import: averages, start, merging, files, model, distributed, base, errors, ema, schedules.
+May import: averaging, start, merging, files, sharding, distributed, base, errors, ema, schedules.
 """
 
 from shardow.base.checks import with_torch

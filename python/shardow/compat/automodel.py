@@ -1,5 +1,5 @@
 """NVIDIA-NeMo/Automodel's averages (components/training/ema.py) and the reader of its YAML section, on shardow.EMA and
-on a second model. Both average by e.mul_(d).add_(p, alpha=1-d); in float32 that is the origin's result bit for bit.
+on a second model. Both average by e.mul_(d).add_(p, alpha=1-d); in float32 that is upstream's result bit for bit.
 Names are the unwrapped model's. A checkpoint is a directory of torch.distributed.checkpoint: {"<name>": tensor},
 sharded, and beside it the decay and the number of updates.
 """
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
-from shardow.averages.options import Replicas
+from shardow.averaging.options import Replicas
 from shardow.base.checks import invalid, warn
 from shardow.compat._impl import files
 from shardow.compat._impl.averaged_copy import AveragedCopy, TrainedCopy
@@ -34,15 +34,15 @@ from shardow.compat._impl.swapped_model_proxy import all_ranks, fill, joined, lo
 from shardow.distributed.rank_group import RankGroup, Step, equal_updates
 from shardow.ema import EMA, model_averages
 from shardow.files.checkpoint import save as save_file
-from shardow.model.dtensor import sharded_like
-from shardow.model.dtypes import floating
-from shardow.model.groups import group_of_model
-from shardow.model.local import LocalTensor
-from shardow.model.match import Fit, Form, compare, fit
-from shardow.model.names import clean_file_key
-from shardow.model.parts import Held, Saveable, held_by
-from shardow.model.piece import Piece
-from shardow.model.view import ModelView, find
+from shardow.sharding.dtensor import sharded_like
+from shardow.sharding.dtypes import floating
+from shardow.sharding.groups import group_of_model
+from shardow.sharding.local import LocalTensor
+from shardow.sharding.local_state import LocalState, Saveable, held_by
+from shardow.sharding.match import Fit, Form, compare, fit
+from shardow.sharding.names import clean_file_key
+from shardow.sharding.partial_tensor import PartialTensor
+from shardow.sharding.view import ModelView, find
 
 __all__ = ["EMAManager", "ShardedModelEMAManager", "Unmatched", "build_ema"]
 
@@ -67,7 +67,7 @@ class Managed(ABC):
     decay: float
     updates = 0
     _ranks: RankGroup
-    _refusal: type[Exception]  # what the origin raises for names that don't match
+    _refusal: type[Exception]  # what upstream raises for names that don't match
     _names: Mapping[str, object]  # of what is averaged
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Managed(ABC):
         """Everything that state_dict() has, in its own memory."""
 
     @abstractmethod
-    def _held(self) -> Held:
+    def _held(self) -> LocalState:
         """The same as this rank's memory, each tensor once."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Managed(ABC):
     def _saveable(self) -> Saveable:
         """The averaged model, as files take it."""
 
-    def _complete(self) -> Held:
+    def _complete(self) -> LocalState:
         """Everything that an averaged model saves."""
         return self._held()
 
@@ -113,7 +113,7 @@ class Managed(ABC):
         return _unmatched(fill(what, self._ranks, self._held, state, self._refusal, strict, hint), "the state")
 
     def save(self, directory: str | Path) -> None:
-        """A torch.distributed.checkpoint directory like the origin's ``ema/``, with decay and updates; the origin reads
+        """A torch.distributed.checkpoint directory like upstream's ``ema/``, with decay and updates; upstream reads
         it. Collective. It is published by one rename, and torch's cache of save plans, which other objects' saves may
         use, is left alone.
         """
@@ -127,7 +127,7 @@ class Managed(ABC):
 
     @torch.no_grad()
     def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
-        """What save() or the origin's Checkpointer wrote, at any world size. Collective. Everything is checked first.
+        """What save() or upstream's Checkpointer wrote, at any world size. Collective. Everything is checked first.
 
         ``missing``: where the directory or some averages are not there, as when averaging is turned on in the middle of
         a training: "error", or "init": they begin as the weights are now. The decay stays what it is; another one there
@@ -203,8 +203,8 @@ class EMAManager(Managed):
     collective.
 
     The averages are float32, float64 where all the weights are; with ``dtype="source"`` they have the weights' dtype,
-    one of all, and are rounded as in the origin, which loses most increments of 16-bit ones. ``_shadow`` looks as in
-    the origin: DTensors like the weights under FSDP2, whole tensors under DDP; pieces where neither says what a rank
+    one of all, and are rounded as in upstream, which loses most increments of 16-bit ones. ``_shadow`` looks as in
+    upstream: DTensors like the weights under FSDP2, whole tensors under DDP; pieces where neither says what a rank
     has (FSDP1, a part of a replica). ``replicas="split"``: ranks that hold the same weights divide the averages among
     them. ``group``: as in shardow.EMA.
     """
@@ -296,20 +296,20 @@ class EMAManager(Managed):
         self._averages.swap.refuse("state_dict()")
         return self._shadow
 
-    def _held(self) -> Held:
+    def _held(self) -> LocalState:
         self._averages.swap.refuse("loading")
         return self._averages.held()
 
     def _begin(self) -> None:
         self._averages.begin()
 
-    def _complete(self) -> Held:
+    def _complete(self) -> LocalState:
         self._averages.swap.refuse("an export")
         self._averages.swap.rebind()
         return self._averages.held(complete=True)
 
     def _saveable(self) -> Saveable:
-        return {part.name: Piece(part.flat, part.region) for part in self._complete().parts}
+        return {part.name: PartialTensor(part.flat, part.region) for part in self._complete().parts}
 
 
 def _is_in(names: frozenset[str], name: str, _: object) -> bool:
@@ -391,7 +391,7 @@ class ShardedModelEMAManager(Managed):
             state.update(dict.fromkeys((local.name, *local.aliases), shown))
         return state
 
-    def _held(self) -> Held:
+    def _held(self) -> LocalState:
         return held_by(self.ema_model, self._ranks.process_group, saving=False)
 
     def _begin(self) -> None:
@@ -494,7 +494,7 @@ def look(local: LocalTensor, memory: torch.Tensor, region: _core.Region) -> torc
         return sharded_like(weight, memory.view(weight._local_tensor.shape))
     if region == _core.Region.whole(list(region.shape)):
         return memory.view(region.shape)
-    return Piece(memory.reshape(-1), region)
+    return PartialTensor(memory.reshape(-1), region)
 
 
 def _torch_says(tensor: Any, region: _core.Region) -> bool:

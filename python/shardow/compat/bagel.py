@@ -1,5 +1,5 @@
 """ByteDance-Seed/Bagel's FSDP helpers (train/fsdp_utils.py): a second FSDP model with averaged weights, and its
-checkpoints of five files. fsdp_ema_update() averages by e.mul_(d).add_(p, alpha=1-d), bit for bit as the origin."""
+checkpoints of five files. fsdp_ema_update() averages by e.mul_(d).add_(p, alpha=1-d), bit for bit as upstream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardow.compat._impl.swapped_model_proxy import all_ranks
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.files.checkpoint import save
 from shardow.merging import foreign
-from shardow.model.parts import held_by
+from shardow.sharding.local_state import held_by
 from shardow.start import fill, meta
 
 __all__ = [
@@ -187,7 +187,7 @@ class FSDPCheckpoint:
         """Weights into ``model`` and ``ema_model``, wrapped or not; of what is sharded each rank reads its own bytes.
         Collective.
 
-        Everything that fits by name is loaded, the rest is told to ``logger``, as in the origin; tensors of another
+        Everything that fits by name is loaded, the rest is told to ``logger``, as in upstream; tensors of another
         shape, and files of which nothing fits, are refused before anything changes. ``missing_ema``: for a checkpoint
         without ema.safetensors: "error", or "model": the averages begin as the weights of the file that ``model`` is
         loaded from. Where there is no checkpoint, an ``ema_model`` without values (made on meta) begins as ``model``.

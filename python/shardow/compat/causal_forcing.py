@@ -1,6 +1,6 @@
 """``utils/distributed.py`` of Self-Forcing (guandeh17), Causal-Forcing (thu-ml) and their kin: EMA_FSDP, fsdp_wrap(),
 fsdp_state_dict(), and the model.pt of their trainers. Names, arithmetic (``shadow.mul_(d).add_(p.float(), alpha=1 -
-d)``) and keys are the origin's; averages live where the weights are."""
+d)``) and keys are upstream's; averages live where the weights are."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from shardow import Schedule, errors
-from shardow.averages import copies
-from shardow.averages.core import Averages
-from shardow.averages.options import Replicas
+from shardow.averaging import copies
+from shardow.averaging.model_averages import ModelAverages
+from shardow.averaging.options import Replicas
 from shardow.base.checks import invalid, one_of
 from shardow.compat._impl import files
 from shardow.compat._impl.swapped_model_proxy import load_averages, ranks_of
 from shardow.ema import EMA, model_averages
 from shardow.files.checkpoint import full_state_dict
 from shardow.merging import foreign
-from shardow.model.match import compare
-from shardow.model.names import called, model_and_root, without_wrappers
-from shardow.model.slots import slots
-from shardow.model.view import find
 from shardow.schedules import as_schedules
+from shardow.sharding.match import compare
+from shardow.sharding.names import called, model_and_root, without_wrappers
+from shardow.sharding.slots import slots
+from shardow.sharding.view import find
 from shardow.start.materialize import materialize
 
 
@@ -44,9 +44,9 @@ class EMA_FSDP:
     Args:
         decay: weight kept on the old average, in [0, 1]; or a Schedule of shardow.schedules.
         start_step: until then updates copy the weights: in place of making the average late, at an ``ema_start_step``.
-        device: where the averages live: the host, as in the origin; None: with their weights.
+        device: where the averages live: the host, as in upstream; None: with their weights.
         replicas: "split": ranks that hold the same weights (HSDP, DDP) divide averages and work; "copy": as in the
-            origin.
+            upstream.
         group, timeout: as in shardow.EMA.
 
     ``ema`` is the shardow.EMA behind it, for stats(), distance(), export() and attach().
@@ -63,11 +63,11 @@ class EMA_FSDP:
             replicas=replicas, group=group, timeout=timeout,
         )  # fmt: skip
         name_of = called(root)
-        self._names = {name: name_of(name) for name in self._averages.averages()}  # {clean: the origin's}
+        self._names = {name: name_of(name) for name in self._averages.averages()}  # {clean: upstream's}
         self._is_copy = False
 
     @property
-    def _averages(self) -> Averages:
+    def _averages(self) -> ModelAverages:
         return model_averages(self.ema)
 
     @property
@@ -137,7 +137,7 @@ class EMA_FSDP:
         """Whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out of it;
         one tensor at a time travels.
 
-        ``key_style``: "wrapped": as the origin's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the
+        ``key_style``: "wrapped": as upstream's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the
         unwrapped model's.
         """
         style = self._averages.ranks.agree(
@@ -214,7 +214,7 @@ def write_model_pt(
     shardow.save().
 
     Args:
-        key_style: of the averages: "wrapped", which the origin's readers look for, or "clean".
+        key_style: of the averages: "wrapped", which upstream's readers look for, or "clean".
 
     Raises:
         OSError, on every rank: rank 0 could not write.

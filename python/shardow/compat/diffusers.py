@@ -1,7 +1,7 @@
 """diffusers' EMAModel (0.42): the averages of a list of parameters, with warm-up schedules, saved as a model of their
 own.
 
-Names, state, files and arithmetic are the origin's, bit for bit: e <- e - (1 - d) (e - p), with ``foreach`` as one
+Names, state, files and arithmetic are upstream's, bit for bit: e <- e - (1 - d) (e - p), with ``foreach`` as one
 fused step; parameters that want no gradient are copied. This module needs no diffusers; save_pretrained() and
 from_pretrained() do.
 """
@@ -23,9 +23,9 @@ from shardow.base.checks import fraction, invalid, unsupported, warn
 from shardow.compat._impl.parameter_list import ParameterList, assign, copies, loaded, moved
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.files.checkpoint import save
-from shardow.model.dtensor import sharded_like
-from shardow.model.owners import resharded
-from shardow.model.parts import group_of
+from shardow.sharding.dtensor import sharded_like
+from shardow.sharding.fsdp_ownership import resharded
+from shardow.sharding.local_state import group_of
 from shardow.start.materialize import load
 from shardow.start.meta import on_meta
 
@@ -40,7 +40,7 @@ _SHARD = re.compile(r"diffusion_pytorch_model-\d{5}-of-\d{5}\.(safetensors|bin)"
 class EMAModel:
     """Averages of ``parameters``; the decay of step n is that of shardow.schedules.diffusers().
 
-    ``model_cls``, ``model_config``: of diffusers, for save_pretrained(). ``foreach``: the origin's other rounding.
+    ``model_cls``, ``model_config``: of diffusers, for save_pretrained(). ``foreach``: upstream's other rounding.
     DTensors and FSDP1's shards are averaged as they are; nothing but save_pretrained() and from_pretrained(parameters=)
     of DTensors is collective.
     """

@@ -1,6 +1,6 @@
 """ckczzj/DistEMA: averages of a replicated model, cut into one equal stretch for each rank, on shardow's engine and
-files. Names, signatures, the partition, the recursion ``e.mul_(d).add_(p, alpha=1 - d)`` and the warm-up are the
-origin's."""
+files. Names, signatures, the partition, the recursion ``e.mul_(d).add_(p, alpha=1 - d)`` and the warm-up are
+upstream's."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardow import _core, errors
-from shardow.averages.tracked import Tracked, divide
+from shardow.averaging.tracked import Tracked, divide
 from shardow.base.checks import fraction, invalid, seconds, unsupported, whole
 from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory
 from shardow.compat._impl.swapped_model_proxy import fill, refuse_copies
-from shardow.distributed.gather import Gatherer, Part
+from shardow.distributed.gather import Gatherer, LocalShard
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts, equal_updates
 from shardow.files import engine, paths
-from shardow.model.match import compare
-from shardow.model.names import called
-from shardow.model.owners import has_fsdp
-from shardow.model.parts import Held
-from shardow.model.view import ModelView, find
-from shardow.model.zero3 import is_partitioned
+from shardow.sharding.fsdp_ownership import has_fsdp
+from shardow.sharding.local_state import LocalState
+from shardow.sharding.match import compare
+from shardow.sharding.names import called
+from shardow.sharding.view import ModelView, find
+from shardow.sharding.zero3 import is_partitioned
 from shardow.start.fill import FileLoad, Job
 
 __all__ = ["PRECISION_TO_TYPE", "DistEMA", "requires_grad"]
@@ -89,7 +89,7 @@ class DistEMA:
         self._ranks.step("DistEMA(...)", self._start)
 
     def _start(self) -> Step[None]:
-        """Raises ValueError; also KeyError and TypeError, where the origin does."""
+        """Raises ValueError; also KeyError and TypeError, where upstream does."""
         if self.dtype not in PRECISION_TO_TYPE:
             known = ", ".join(map(repr, PRECISION_TO_TYPE))
             raise invalid(f"dtype={self.dtype!r}; it must be one of {known}", KeyError)
@@ -211,17 +211,17 @@ class DistEMA:
         collective.
 
         Args:
-            cpu_group: as in the origin, a gloo group of the same ranks; the ranks' own group moves the tensors.
-            everywhere: on every rank, as in the origin.
+            cpu_group: as in upstream, a gloo group of the same ranks; the ranks' own group moves the tensors.
+            everywhere: on every rank, as in upstream.
             buffers: the model's persistent buffers too, of rank 0: what a complete model has.
         """
 
-        def prepare() -> Step[list[Part]]:
+        def prepare() -> Step[list[LocalShard]]:
             if cpu_group is not None and (size := dist.get_world_size(cpu_group)) != self.world_size:
                 raise invalid(f"state_dict(): cpu_group has {size} ranks, the averages are on {self.world_size}")
-            parts = [Part(share.name, share.averages[0], share.region) for share in self._shares]
+            parts = [LocalShard(share.name, share.averages[0], share.region) for share in self._shares]
             if buffers:
-                parts += [Part(local.name, local.tensor.reshape(-1), local.region) for local in self._view.buffers]
+                parts += [LocalShard(own.name, own.tensor.reshape(-1), own.region) for own in self._view.buffers]
             return Step(parts, [equal_updates("state_dict()", self.decay_steps, self._ranks)])
 
         self._needs_all("state_dict()")
@@ -241,7 +241,7 @@ class DistEMA:
         is_wrapped = set(state_dict) == {"model", "config"} and isinstance(state_dict["model"], Mapping)
         weights, steps = state_dict["model"] if is_wrapped else state_dict, self.decay_steps
 
-        def look() -> Held:
+        def look() -> LocalState:
             nonlocal steps
             if is_wrapped:
                 steps = steps_in(state_dict["config"], self.config)
@@ -287,15 +287,15 @@ class DistEMA:
         loading.fill(self._ranks)
         self.decay_steps = loading.steps
 
-    def _held(self, saving: bool) -> Held:
+    def _held(self, saving: bool) -> LocalState:
         """In a sharded model, what every rank holds whole is saved by rank 0."""
         everything = not saving or not is_sharded(self.model)
         parts = [
-            Part(share.name, share.averages[0], share.region)
+            LocalShard(share.name, share.averages[0], share.region)
             for share in self._shares
             if everything or share.local.counts_on(self._ranks.rank)
         ]
-        return Held(parts, {share.name: (share.name, self._called[share.name]) for share in self._shares}, None)
+        return LocalState(parts, {share.name: (share.name, self._called[share.name]) for share in self._shares}, None)
 
 
 class _Load(FileLoad):
@@ -303,7 +303,7 @@ class _Load(FileLoad):
 
     config: dict[str, Any]
 
-    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[LocalShard], bool]]:
         metadata = files[0].metadata
         if CONFIG not in metadata:
             why = f"its metadata has no {CONFIG!r}; use load_state_dict() for weights alone"

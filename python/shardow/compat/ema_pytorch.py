@@ -1,6 +1,6 @@
 """ema-pytorch's EMA (0.8): a module with a copy of a model in it, whose weights are the averages.
 
-Names, state and arithmetic are the origin's: torch.lerp with weight 1 - d, where d = clamp(1 - (1 + k /
+Names, state and arithmetic are upstream's: torch.lerp with weight 1 - d, where d = clamp(1 - (1 + k /
 inv_gamma)^-power, min_value, beta) in float32 and k counts the steps past update_after_step.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow.averages import copies
-from shardow.averages.options import Replicas
+from shardow.averaging import copies
+from shardow.averaging.options import Replicas
 from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl.averaged_copy import AveragedCopy, everything
 from shardow.compat._impl.given_memory import Fate, GivenMemory, Kind, warn_of_rounding
@@ -26,8 +26,8 @@ from shardow.compat._impl.swapped_model_proxy import (
     proxy_for,
     whole_averages,
 )
-from shardow.model.modules import modes_kept
-from shardow.model.names import called
+from shardow.sharding.modules import modes_kept
+from shardow.sharding.names import called
 
 
 class EMA(nn.Module):
@@ -155,7 +155,7 @@ class EMA(nn.Module):
         return optimizer.register_step_post_hook(lambda *_: self.update())
 
     def get_current_decay(self) -> float:
-        """In float32, as the origin: the last bits depend on it."""
+        """In float32, as upstream: the last bits depend on it."""
         epoch = (self.step - self.update_after_step - 1).clamp(min=0.0)
         if epoch.item() <= 0:
             return 0.0

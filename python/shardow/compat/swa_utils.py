@@ -1,5 +1,5 @@
 """torch.optim.swa_utils: AveragedModel and all that is around it, for sharded models too. Signatures, keys, numbers are
-the origin's.
+upstream's.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import swa_utils as origin
+from torch.optim import swa_utils as upstream
 from torch.optim.swa_utils import SWALR
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from shardow.averages.options import Replicas, Rule
+from shardow.averaging.options import Replicas, Rule
 from shardow.base.checks import fraction, invalid
 from shardow.compat._impl.averaged_copy import everything
 from shardow.compat._impl.given_memory import Fate, Kind, Tensors
@@ -31,22 +31,22 @@ _KNOWN = "shardow_arithmetic"  # the attribute of such a function
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
     """torch.lerp(e, p, 1 - decay) of lists. ValueError where decay is outside [0, 1]."""
-    return _known(origin.get_ema_multi_avg_fn(fraction("decay", decay)), "lerp", lambda _: (decay, 1 - decay))
+    return _known(upstream.get_ema_multi_avg_fn(fraction("decay", decay)), "lerp", lambda _: (decay, 1 - decay))
 
 
 def get_swa_multi_avg_fn() -> MultiAvgFn:
     """torch.lerp(e, p, 1 / (n_averaged + 1)) of lists: the mean of all weights, in the engine."""
-    return _known(origin.get_swa_multi_avg_fn(), "lerp", _of_mean)
+    return _known(upstream.get_swa_multi_avg_fn(), "lerp", _of_mean)
 
 
 def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
     """decay * e + (1 - decay) * p. ValueError where decay is outside [0, 1]."""
-    return _known(origin.get_ema_avg_fn(fraction("decay", decay)), "two_products", lambda _: (decay, 1 - decay))
+    return _known(upstream.get_ema_avg_fn(fraction("decay", decay)), "two_products", lambda _: (decay, 1 - decay))
 
 
 def get_swa_avg_fn() -> AvgFn:
     """e + (p - e) / (n_averaged + 1): the mean of all weights."""
-    return _known(origin.get_swa_avg_fn(), "quotient", _of_count)
+    return _known(upstream.get_swa_avg_fn(), "quotient", _of_count)
 
 
 def _of_mean(num_averaged: Tensor) -> tuple[float, float]:
@@ -154,7 +154,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
     """
     stand_in = next((module for module in model.modules() if isinstance(module, SwappedModelProxy)), None)
     if stand_in is None:
-        origin.update_bn(loader, model, device)
+        upstream.update_bn(loader, model, device)
         return
     model = stand_in.core.view.model
     # The stand-in does not bring these back.
@@ -163,7 +163,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
     ]
     counts = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_floating_point()]
     try:
-        stand_in.run(origin.update_bn, loader, model, device)
+        stand_in.run(upstream.update_bn, loader, model, device)
     finally:
         for norm, momentum in norms:
             norm.momentum = momentum

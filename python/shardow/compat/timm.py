@@ -1,5 +1,5 @@
 """timm's averages of a model: ModelEma, ModelEmaV2, ModelEmaV3 (timm.utils.model_ema, 1.0.31), and the checkpoints that
-they are saved in. Signatures, attributes, keys and numbers are the origin's; integer buffers are copied, where V1 and
+they are saved in. Signatures, attributes, keys and numbers are upstream's; integer buffers are copied, where V1 and
 V2 truncate them."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow.averages.options import Replicas, Rule
+from shardow.averaging.options import Replicas, Rule
 from shardow.base.checks import invalid, unsupported
 from shardow.compat._impl.averaged_copy import AveragedCopy, ChosenRule
 from shardow.compat._impl.given_memory import Fate, Kind

@@ -1,6 +1,6 @@
 """torch-ema's ExponentialMovingAverage (0.3): the averages of a list of parameters, with store() and restore() around
-an evaluation. Names, state and arithmetic, e <- e - (1 - d) (e - p) with d = min(decay, (1 + n) / (10 + n)), are the
-origin's, bit for bit.
+an evaluation. Names, state and arithmetic, e <- e - (1 - d) (e - p) with d = min(decay, (1 + n) / (10 + n)), are
+upstream's, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardow.base.checks import fraction, invalid
 from shardow.compat._impl.parameter_list import ParameterList, assign, copies, loaded, moved
-from shardow.model.owners import resharded
+from shardow.sharding.fsdp_ownership import resharded
 
 Parameters = Iterable[torch.Tensor] | None
 

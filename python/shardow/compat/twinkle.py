@@ -1,5 +1,5 @@
 """modelscope/twinkle's two FSDP2 strategies and its helpers for memory-efficient starts (its PR 117), on
-shardow.wrap(), materialize(). Signatures and results are the origin's, but ``get_full_state_dict()`` gives rank 0 the
+shardow.wrap(), materialize(). Signatures and results are upstream's, but ``get_full_state_dict()`` gives rank 0 the
 whole, with buffers and tied names, and the others {}; experts are left to the model's own sharding."""
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
 from shardow.files.checkpoint import full_state_dict
 from shardow.merging import foreign
-from shardow.model import origins
-from shardow.model.match import fit
-from shardow.model.modules import repeated_blocks
-from shardow.model.parts import held_by
-from shardow.model.slots import slots_of
-from shardow.model.swap_guard import refuse_foreign
+from shardow.sharding.local_state import held_by
+from shardow.sharding.match import fit
+from shardow.sharding.modules import repeated_blocks
+from shardow.sharding.parameter_registry import Bindings, bind, bindings, remember_all
+from shardow.sharding.slots import slots_of
+from shardow.sharding.swap_guard import refuse_foreign
 from shardow.start.materialize import Request, materialize
 from shardow.start.wrap import own_weights, to_meta, wrap
 
@@ -297,14 +297,14 @@ class AccelerateStrategy(Strategy):
         ranks = all_ranks()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
 
-        def ready() -> tuple[list[origins.Bindings], Mapping[str, torch.Tensor] | None]:
-            origins.remember_all(model)
-            return [origins.bindings(one, model) for one in optimizers], own_weights(model) if ranks.rank == 0 else None
+        def ready() -> tuple[list[Bindings], Mapping[str, torch.Tensor] | None]:
+            remember_all(model)
+            return [bindings(each, model) for each in optimizers], own_weights(model) if ranks.rank == 0 else None
 
-        bindings, own = ranks.agree("wrap_model()", ready)
+        bound, own = ranks.agree("wrap_model()", ready)
         to_meta(model)
-        for optimizer, places in zip(optimizers, bindings, strict=True):
-            origins.bind(optimizer, places)  # it would keep the whole model
+        for optimizer, places in zip(optimizers, bound, strict=True):
+            bind(optimizer, places)  # it would keep the whole model
         plugin = self.accelerator.state.fsdp_plugin
         # accelerate's own loading sends everything to every rank, and fails for persistent buffers.
         before, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
@@ -313,9 +313,9 @@ class AccelerateStrategy(Strategy):
         finally:
             plugin.cpu_ram_efficient_loading = before
         materialize(model, own)
-        for optimizer, places in zip(optimizers, bindings, strict=True):
+        for optimizer, places in zip(optimizers, bound, strict=True):
             # accelerate identifies parameters by their addresses, and on meta they have none.
-            origins.bind(optimizer, places)
+            bind(optimizer, places)
         return prepared
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ _BLOCK = 16 << 20  # bytes of one message
 _Sender = tuple[int, bytes]  # rank, its region
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """What this rank holds of one global tensor: ``flat`` are region.size elements, 1-D."""
 
     name: str
@@ -41,7 +41,7 @@ class Gatherer:
     """Streams full tensors of ``parts`` to rank 0 of ``ranks``. ``parts`` are the same names in the same order on every
     rank. ``what``: the call, for messages. Collective."""
 
-    def __init__(self, what: str, parts: Sequence[Part], ranks: RankGroup) -> None:
+    def __init__(self, what: str, parts: Sequence[LocalShard], ranks: RankGroup) -> None:
         self._what, self._ranks = what, ranks
         self._parts = list(parts)
         self._sends, self._senders = self._plan()
@@ -128,7 +128,7 @@ def place(flat: torch.Tensor, region: _core.Region, full: torch.Tensor) -> None:
         there.copy_(here)
 
 
-def take(full: Any, region: _core.Region, flat: torch.Tensor) -> None:
+def extract_region(full: Any, region: _core.Region, flat: torch.Tensor) -> None:
     """flat = full[region], cast to flat's dtype. ``full`` may be anything that slices like a tensor."""
     for there, here in _boxes(full, region, flat):
         here.copy_(there)

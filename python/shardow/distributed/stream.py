@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.base.progress import Progress
-from shardow.distributed.gather import Part, stretch, take
+from shardow.distributed.gather import LocalShard, extract_region, stretch
 from shardow.distributed.rank_group import RankGroup
 from shardow.distributed.transfers import begun, finish
 
@@ -49,7 +49,7 @@ class Want:
 class Fill:
     """What a rank holds of a tensor, and what it wants for it."""
 
-    part: Part
+    part: LocalShard
     want: Want
 
 
@@ -149,7 +149,7 @@ class Server(_Side):
                         self._send_message(recent, message, wants[rank], rank)
                     elif self.failed is None:
                         for piece in message:
-                            take(recent[own[piece.want].want.key], piece.region, _target(piece, own))
+                            extract_region(recent[own[piece.want].want.key], piece.region, _target(piece, own))
                     done += sum(piece.bytes for piece in message)
                     if progress is not None and self.failed is None:
                         progress(done, total)
@@ -219,7 +219,7 @@ def _filled(source: _Recent, message: Message, wants: Sequence[Want]) -> torch.T
     packed = torch.empty(_length(message), dtype=torch.uint8, device="cpu")
     for piece in message:
         want = wants[piece.want]
-        take(source[want.key], piece.region, _inside(packed, piece, want.dtype))
+        extract_region(source[want.key], piece.region, _inside(packed, piece, want.dtype))
     return packed
 
 

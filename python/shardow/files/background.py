@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardow import _core, errors
 from shardow.base.checks import number
-from shardow.base.signals import Held
+from shardow.base.signals import DeferredSignals
 from shardow.distributed.rank_group import naming
 from shardow.distributed.transfers import empty
 
@@ -122,7 +122,7 @@ def start(
         slot.staging = None
         slot.staging = empty([size], torch.uint8)
     save.stage(slot.staging.data_ptr(), size)
-    with Held():  # a thread that has begun is known to its slot
+    with DeferredSignals():  # a thread that has begun is known to its slot
         slot.handle = SaveHandle(save, path, committed)
     return slot.handle
 

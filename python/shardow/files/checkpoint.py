@@ -20,9 +20,9 @@ from shardow.distributed.rank_group import Comparison, RankGroup, Step
 from shardow.files import engine
 from shardow.files.background import SaveHandle
 from shardow.files.paths import StrPath
-from shardow.model.equal import common_of, equal_copies
-from shardow.model.parts import Held, Saveable, group_of, held_by, values_for_file
-from shardow.model.swap_guard import refuse_foreign
+from shardow.sharding.equal import common_of, equal_copies
+from shardow.sharding.local_state import LocalState, Saveable, group_of, held_by, values_for_file
+from shardow.sharding.swap_guard import refuse_foreign
 
 _INSTEAD = (
     "for the weights; the averages are written by export() or save() of the EMA, and whole in its full_state_dict()"
@@ -128,7 +128,7 @@ class Looking:
         self._what, self._state = what, state
         self._group = group if isinstance(state, nn.Module) else self.ranks.process_group
 
-    def look(self) -> Held:
+    def look(self) -> LocalState:
         """May raise."""
         self.held = held_by(self._state, self._group, saving=self._what.endswith("save()"))
         refuse_foreign(self._what, self.held.memory, instead=_INSTEAD)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardow import _core, errors
 from shardow.base.checks import invalid, warn
 from shardow.base.progress import Progress
-from shardow.distributed.gather import Part
+from shardow.distributed.gather import LocalShard
 from shardow.distributed.rank_group import Combined, RankGroup
 from shardow.distributed.store_group import ANSWER, store_group
 
@@ -34,7 +34,7 @@ class Claim(Combined):
     """A save by some ranks of a job to a path. ``names``: of its files, empty where the engine names them. Ranks make
     what the files say of it, and raise ValueError where other ranks of the job have saved other tensors there."""
 
-    def __init__(self, path: str, names: Sequence[str], parts: Iterable[Part], ranks: RankGroup) -> None:
+    def __init__(self, path: str, names: Sequence[str], parts: Iterable[LocalShard], ranks: RankGroup) -> None:
         self._path, self._names, self._place = path, names, os.path.realpath(path)
         self._tensors = sorted({(part.name, tuple(part.region.shape)) for part in parts})
         group = ranks.process_group

@@ -18,16 +18,16 @@ from shardow import _core, errors
 from shardow.base.checks import instance, invalid, unsupported, utf8, whole
 from shardow.base.progress import Progress, shown
 from shardow.distributed.abandonable_thread import keep_one
-from shardow.distributed.gather import Part
+from shardow.distributed.gather import LocalShard
 from shardow.distributed.rank_group import Comparison, RankGroup, Step, naming
 from shardow.distributed.store_group import store_group
 from shardow.files import paths
 from shardow.files.background import CHANNEL, SaveHandle, finish, settle, start
 from shardow.files.claims import Claim
 from shardow.files.paths import StrPath
-from shardow.model import dtypes
-from shardow.model.extra_state import for_file
-from shardow.model.storage import engine_view
+from shardow.sharding import dtypes
+from shardow.sharding.extra_state import for_file
+from shardow.sharding.storage import engine_view
 
 _UNITS = {"": 1, "B": 1} | {f"{unit}{b}": base**k for base, b in ((10**3, "B"), (2**10, "IB"))
                             for k, unit in enumerate("KMGT", 1)}  # fmt: skip
@@ -38,19 +38,19 @@ class FileParts:
     """What this rank holds of one file. ``name`` is empty where the engine names files as Hugging Face does."""
 
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[LocalShard]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def with_extra(name: str, parts: Sequence[Part], extra: Mapping[str, Any], metadata: Mapping[str, str]) -> FileParts:
+def with_extra(name: str, parts: list[LocalShard], extra: Mapping[str, Any], metadata: Mapping[str, str]) -> FileParts:
     """A file of ``parts``, with a module's extra states, which are rank 0's; elsewhere ``extra`` is empty."""
     more, texts = for_file(extra)
     return FileParts(name, [*parts, *more], {**texts, **metadata})
 
 
 def in_dtypes(
-    parts: Sequence[Part], own: Mapping[str, torch.dtype], wanted: torch.dtype | None
-) -> tuple[list[Part], str | None]:
+    parts: Sequence[LocalShard], own: Mapping[str, torch.dtype], wanted: torch.dtype | None
+) -> tuple[list[LocalShard], str | None]:
     """(parts, the dtype to which the engine casts): so that floating tensors end up as ``wanted``, or each as its
     ``own``, by name. ``own`` has every name, on all ranks alike. The engine knows one dtype for all, of 16 bits or
     more; for others parts are copied.
@@ -59,7 +59,7 @@ def in_dtypes(
     different = set(targets.values())
     if len(different) == 1 and next(iter(different)).itemsize > 1:
         return list(parts), dtypes.NAMES[different.pop()]
-    return [Part(one.name, one.flat.to(targets.get(one.name, one.flat.dtype)), one.region) for one in parts], None
+    return [LocalShard(one.name, one.flat.to(targets.get(one.name, one.flat.dtype)), one.region) for one in parts], None
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ class SaveCall:
         self._find, self._path, self._ranks, self._progress, self._what = find, path, ranks, progress, what
         self._committed = committed if ranks.rank == 0 else None
         self._claim: Claim | None = None
-        self._memory: list[list[Part]] = []  # that the engine reads: until the save is written or staged
+        self._memory: list[list[LocalShard]] = []  # that the engine reads: until the save is written or staged
         self._target = ""
 
     def write(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def texts(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def read_merged(
-    parts: Sequence[Part], inputs: list[_core.MergeInput], ranks: RankGroup, **options: Any
+    parts: Sequence[LocalShard], inputs: list[_core.MergeInput], ranks: RankGroup, **options: Any
 ) -> dict[str, Any]:
     """The engine's load of what is merged. Collective."""
     reached = _for_engine(parts)
@@ -171,7 +171,7 @@ def read_merged(
     return report
 
 
-def read_part(read: Callable[[_core.TensorView], None], part: Part) -> None:
+def read_part(read: Callable[[_core.TensorView], None], part: LocalShard) -> None:
     """Fills the part by the ``read()`` of a checkpoint. Not collective."""
     read(*_views([part]))
 
@@ -189,7 +189,7 @@ class Load(ABC):
         """(path, names of files there or none where the path is the checkpoint, words for all ranks), on rank 0."""
 
     @abstractmethod
-    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> Sequence[tuple[Sequence[Part], bool]]:
+    def wanted(self, words: bytes, files: list[_core.Checkpoint]) -> Sequence[tuple[Sequence[LocalShard], bool]]:
         """Returns what this rank wants of each file, and whether that must be all. Called again where the files were
         replaced meanwhile."""
 
@@ -227,13 +227,13 @@ def write_merged(inputs: list[_core.MergeInput], ranks: RankGroup, target: str, 
         return _core.merge(ranks.group, inputs, target, timeout=ranks.timeout, **options)
 
 
-def _bring_back(parts: Sequence[Part], reached: Sequence[Part]) -> None:
+def _bring_back(parts: Sequence[LocalShard], reached: Sequence[LocalShard]) -> None:
     for part, filled in zip(parts, reached, strict=True):
         if filled is not part:
             part.flat.copy_(filled.flat)
 
 
-def _for_engine(parts: Iterable[Part]) -> list[Part]:
+def _for_engine(parts: Iterable[LocalShard]) -> list[LocalShard]:
     """The engine reaches the memory of the CPU, and of CUDA devices where one answers; of other devices it gets
     a copy.
     """
@@ -244,7 +244,7 @@ def _for_engine(parts: Iterable[Part]) -> list[Part]:
     return [part if reached(part.flat) else part._replace(flat=part.flat.cpu()) for part in parts]
 
 
-def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
+def _views(parts: Iterable[LocalShard]) -> list[_core.TensorView]:
     views = []
     for part in parts:
         utf8(part.name, f"the name {part.name!r}", "headers")
@@ -254,7 +254,7 @@ def _views(parts: Iterable[Part]) -> list[_core.TensorView]:
     return views
 
 
-def _unpacked(part: Part, factor: int) -> _core.Region:
+def _unpacked(part: LocalShard, factor: int) -> _core.Region:
     """The region in the format's elements, of which the last dimension has ``factor`` times as many as torch's packed
     tensor.
     """

@@ -72,7 +72,7 @@ class Slice:
         """Memory for the result, its dtype in the engine's words, and its address."""
         if self._checkpoint._framework == "torch":
             from shardow.distributed.transfers import empty
-            from shardow.model.dtypes import PACKED, dtype_of
+            from shardow.sharding.dtypes import PACKED, dtype_of
 
             found = dtype_of(self.name, self.dtype)
             if (packed := PACKED.get(self.dtype, 1)) > 1:

@@ -3,7 +3,7 @@ are used.
 
 Nothing is imported until one of them is. They use their frameworks' checkpoints, and keep the averages in them.
 
-May import: ema, averages, model, schedules, base, errors.
+May import: ema, averaging, sharding, schedules, base, errors.
 """
 
 __all__ = ["TESTED_WITH", "accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "transformers", "trl"]

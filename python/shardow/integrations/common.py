@@ -12,8 +12,8 @@ from typing import Any, Literal, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from shardow.averages.persistence import export
-from shardow.averages.tracked import Source
+from shardow.averaging.persistence import export
+from shardow.averaging.tracked import Source
 from shardow.base.checks import invalid, one_of, unsupported, warn
 from shardow.ema import EMA
 from shardow.errors import NotFoundError

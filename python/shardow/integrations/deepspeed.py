@@ -13,12 +13,12 @@ from itertools import chain
 from typing import Any
 
 from shardow import Schedule
-from shardow.averages.tracked import Source
+from shardow.averaging.tracked import Source
 from shardow.base.checks import invalid, unsupported
 from shardow.ema import EMA
 from shardow.integrations.common import MastersEMA
-from shardow.model.masters import master_of
-from shardow.model.slots import slots
+from shardow.sharding.masters import master_of
+from shardow.sharding.slots import slots
 
 #: An engine's optimizer keeps its masters under one of these: ZeRO-3's, ZeRO-1's and 2's, bf16_optimizer's; or, without
 #: ZeRO, under the other two.

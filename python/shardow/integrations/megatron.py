@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from shardow import Schedule
-from shardow.averages.tracked import Source
+from shardow.averaging.tracked import Source
 from shardow.base.checks import invalid, unsupported
 from shardow.ema import EMA
 from shardow.integrations.common import MastersEMA
-from shardow.model.slots import by_tensor, slots
+from shardow.sharding.slots import by_tensor, slots
 
 _WRAPPERS = ("DistributedDataParallel", "Float16Module")  # Megatron's own, of which the former is not torch's
 

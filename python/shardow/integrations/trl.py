@@ -6,8 +6,8 @@ After step t, every ``update_freq`` steps from ``update_after`` on,
     average <- (1 - beta) average + beta weights,   beta  = max(min_ema_multiplier, (lag + multiplier t)^-ema_power)
     BEMA    =  average + alpha (weights - first),   alpha = (lag + multiplier t)^-bias_power
 
-where ``first`` are the weights of step ``update_after``. The origin keeps average, first weights and BEMA whole on the
-CPU, on every rank; here a rank has its part of each, and they are in the Trainer's checkpoints, where the origin begins
+where ``first`` are the weights of step ``update_after``. Upstream keeps average, first weights and BEMA whole on the
+CPU, on every rank; here a rank has its part of each, and they are in the Trainer's checkpoints, where upstream begins
 anew.
 """
 
@@ -63,7 +63,7 @@ class BEMACallback(EMACallback):
         self.files.update({"bema-average.safetensors": self._average, "bema-first.safetensors": self._first})
 
     def follow(self, *optimizers: Any, samples: Any = None) -> None:
-        """Steps are the Trainer's, as in the origin."""
+        """Steps are the Trainer's, as in upstream."""
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

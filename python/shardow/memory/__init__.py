@@ -4,7 +4,7 @@ timeline() samples every rank during a block, draw() shows several of them side 
 take less, plan() predicts and measure() counts what they hold. Each is imported where it is first used: not all of them
 need torch.
 
-May import: averages, model, distributed, base, errors, ema."""
+May import: averaging, sharding, distributed, base, errors, ema."""
 
 from __future__ import annotations
 

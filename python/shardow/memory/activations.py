@@ -19,8 +19,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardow.base.checks import invalid, unsupported
-from shardow.model.dtensor import empty_like
-from shardow.model.modules import modes_kept
+from shardow.sharding.dtensor import empty_like
+from shardow.sharding.modules import modes_kept
 
 Like = Callable[[torch.Tensor], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

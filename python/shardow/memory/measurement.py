@@ -15,9 +15,9 @@ from shardow.base.checks import instance, invalid
 from shardow.ema import EMA
 from shardow.memory.activations import as_arguments, as_in_training, kept_bytes, storage_bytes, tensors_in
 from shardow.memory.prediction import Usage, usage
-from shardow.model.dtensor import modules_of, reshard
-from shardow.model.fsdp1 import Fsdp1Adapter
-from shardow.model.slots import Slot, slots
+from shardow.sharding.dtensor import modules_of, reshard
+from shardow.sharding.fsdp1 import Fsdp1Adapter
+from shardow.sharding.slots import Slot, slots
 
 
 def measure(

@@ -20,10 +20,10 @@ from shardow.base.checks import instance, invalid, one_of, unsupported, whole
 from shardow.errors import UnknownOptionError
 from shardow.memory.activations import Fake, shape_and_dtype, storage_bytes, tensors_in
 from shardow.memory.switches import apply, is_switched
-from shardow.model.dtypes import device_of
-from shardow.model.modules import repeated_blocks
-from shardow.model.names import unwrapped
-from shardow.model.slots import by_tensor, slots
+from shardow.sharding.dtypes import device_of
+from shardow.sharding.modules import repeated_blocks
+from shardow.sharding.names import unwrapped
+from shardow.sharding.slots import by_tensor, slots
 
 _OFF: dict[str, Any] = {"bf16": False, "activation_checkpointing": False, "attention_weights": True}
 _ON: dict[str, Any] = {"bf16": True, "activation_checkpointing": True, "attention_weights": False}

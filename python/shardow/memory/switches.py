@@ -13,8 +13,8 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.utils.checkpoint import checkpoint
 
 from shardow.base.checks import instance, invalid, warn
-from shardow.model.modules import is_container, repeated_blocks
-from shardow.model.names import walk
+from shardow.sharding.modules import is_container, repeated_blocks
+from shardow.sharding.names import walk
 
 Forward = Callable[..., Any]
 Blocks = bool | str | Callable[[str, nn.Module], bool]

@@ -1,3 +1,3 @@
 """Merges of checkpoints, into files or straight into a model.
 
-May import: files, model, distributed, base, errors."""
+May import: files, sharding, distributed, base, errors."""

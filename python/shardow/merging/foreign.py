@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from shardow import _core, errors
 from shardow.base.checks import invalid
 from shardow.distributed.transfers import empty
-from shardow.model import dtypes
-from shardow.model.local import oddity
+from shardow.sharding import dtypes
+from shardow.sharding.local import oddity
 
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
 
@@ -90,7 +90,7 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from shardow.model.piece import Piece
+    from shardow.sharding.partial_tensor import PartialTensor
 
     prefix = "" if key is None else f"{key}."
     metadata = FileSystemReader(path).read_metadata()
@@ -116,7 +116,7 @@ def _dcp(path: Path, key: str | None) -> tuple[Forms, Read]:
         if shape and entry.size.numel():
             first, last = _band(element, shape, entry.chunks)
             region = _core.Region.grid(shape, [[(first, last)], *([(0, size)] for size in shape[1:])])
-        band = Piece(empty([region.size], entry.properties.dtype), region)
+        band = PartialTensor(empty([region.size], entry.properties.dtype), region)
         planner, reader = DefaultLoadPlanner(), FileSystemReader(path)
         planner.set_up_planner({prefix + name: band}, metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=True)

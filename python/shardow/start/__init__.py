@@ -1,4 +1,4 @@
 """Models that begin without memory: built on meta, sharded, given memory and values, from files, rank 0 or their own
 initialisation.
 
-May import: merging, files, model, distributed, base, errors."""
+May import: merging, files, sharding, distributed, base, errors."""

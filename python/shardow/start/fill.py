@@ -14,17 +14,17 @@ import torch
 from shardow import _core
 from shardow.base.checks import first_of, invalid
 from shardow.base.progress import Progress, shown
-from shardow.distributed.gather import Part, take
+from shardow.distributed.gather import LocalShard, extract_region
 from shardow.distributed.rank_group import Comparison, RankGroup, Step
 from shardow.distributed.store_group import store_group
 from shardow.distributed.stream import Client, Fill, Server, Want, behind
 from shardow.files import engine, paths
 from shardow.files.paths import StrPath
 from shardow.merging.face import Merged, Opened
-from shardow.model.extra_state import FromFile, extra_in
-from shardow.model.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
-from shardow.model.parts import Held, values_in_file
-from shardow.model.saved_form import saved_form
+from shardow.sharding.extra_state import FromFile, extra_in
+from shardow.sharding.local_state import LocalState, values_in_file
+from shardow.sharding.match import Fit, Form, compare, fit, matched, refuse_untied, unexpected
+from shardow.sharding.saved_form import saved_form
 
 State = Mapping[str, torch.Tensor]
 
@@ -37,7 +37,7 @@ class Job:
     """
 
     what: str
-    held: Held
+    held: LocalState
     ranks: RankGroup
     wanted: Collection[str]
     essential: Collection[str]
@@ -66,7 +66,7 @@ class Choice:
         plain = {name: saved[name] for name in job.held.values if name in saved}
         surplus = unexpected(held, keys, [key for key in source.tensors if key not in extra.keys])
         parts = [
-            Part(keys.get(part.name, part.name), part.flat, part.region)
+            LocalShard(keys.get(part.name, part.name), part.flat, part.region)
             for part, names in named
             # The engine lists what is lacking, which is asked for.
             if (absent.isdisjoint(names) if part.name in keys else not lacking.keys().isdisjoint(names))
@@ -104,7 +104,7 @@ class FileLoad(engine.Load):
     def find(self) -> tuple[str, list[str], bytes]:
         return paths.to_read(self._path), [], b""
 
-    def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[Part], bool]]:
+    def wanted(self, _: bytes, files: list[_core.Checkpoint]) -> list[tuple[list[LocalShard], bool]]:
         self._choice = Choice(self._job, files[0], str(self._path))
         return [(self._choice.parts, self._choice.strict)]
 
@@ -120,7 +120,9 @@ class FileLoad(engine.Load):
         return {**report, **self._choice.report}
 
 
-def _matched(job: Job, available: Collection[str], where: str) -> tuple[Held, Mapping[str, list[str]], dict[str, str]]:
+def _matched(
+    job: Job, available: Collection[str], where: str
+) -> tuple[LocalState, dict[str, list[str]], dict[str, str]]:
     """Returns (held, owners, keys of ``held``): what the job holds, or the same as save_pretrained() writes it where
     more of the file is called so; then ``owners`` has the names here of each.
     """
@@ -150,7 +152,8 @@ def from_mapping(job: Job, state: State | None, by_first: bool, progress: Progre
         _refuse_lacking(job, missing)
         whole = [part._replace(region=_core.Region.whole(part.region.shape)) for part in job.held.parts]
         held, keys = replace(job.held, parts=whole), fits.keys
-        refuse_untied(held, keys, tensors, lambda part: take(tensors[part.name].detach(), part.region, part.flat))
+        extract = lambda part: extract_region(tensors[part.name].detach(), part.region, part.flat)  # noqa: E731
+        refuse_untied(held, keys, tensors, extract)
         kept = [name for name in fits.missing if name not in job.wanted]
         report = {"missing": missing, "unexpected": fits.unexpected, "kept": kept}
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]
@@ -162,7 +165,7 @@ def from_mapping(job: Job, state: State | None, by_first: bool, progress: Progre
 
     def copy() -> None:
         for fill in fills:
-            take(tensors[fill.want.key].detach(), fill.part.region, fill.part.flat)
+            extract_region(tensors[fill.want.key].detach(), fill.part.region, fill.part.flat)
 
     move = _sending(job, tensors, fills, progress) if by_first else copy
     ranks.agree(job.what, move, behind=behind(ranks.timeout))

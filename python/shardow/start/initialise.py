@@ -14,15 +14,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardow.base.checks import invalid
-from shardow.distributed.gather import Part, take
+from shardow.distributed.gather import LocalShard, extract_region
 from shardow.distributed.rank_group import Step, equal_facts
-from shardow.model.names import join, unwrapped, walk, wrapped_child
-from shardow.model.storage import mapped
+from shardow.sharding.names import join, unwrapped, walk, wrapped_child
+from shardow.sharding.storage import mapped
 from shardow.start.fill import Job
 from shardow.start.recorded import PATTERN, Record, records_of, without_values
 
 Init = Callable[[nn.Module], object]
-Own = dict[str, Part]  # a module's parameters and persistent buffers by their keys, tied ones too
+Own = dict[str, LocalShard]  # a module's parameters and persistent buffers by their keys, tied ones too
 
 
 def by_init(job: Job, model: nn.Module, init: Init | None, seed: int) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _init_one(name: str, module: nn.Module, own: Own, job: Job, init: Init) -> l
             if value is None or tuple(value.shape) != tuple(part.region.shape):
                 shapes = f"shape {None if value is None else list(value.shape)}, not {list(part.region.shape)}"
                 raise invalid(f"{job.what}: the initialisation of '{join(name, key)}' left it with {shapes}")
-            take(value.detach(), part.region, part.flat)
+            extract_region(value.detach(), part.region, part.flat)
             done.append(part.name)
     return done
 

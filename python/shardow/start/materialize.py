@@ -19,11 +19,11 @@ from shardow.distributed.rank_group import Combined, RankGroup, Step
 from shardow.files import paths
 from shardow.files.paths import StrPath
 from shardow.merging.face import Merged
-from shardow.model import origins
-from shardow.model.local import refuse_expanded
-from shardow.model.masters import fill_masters_too
-from shardow.model.parts import Saveable, group_of, held_by
-from shardow.model.swap_guard import refuse_foreign
+from shardow.sharding import parameter_registry
+from shardow.sharding.local import refuse_expanded
+from shardow.sharding.local_state import Saveable, group_of, held_by
+from shardow.sharding.masters import fill_masters_too
+from shardow.sharding.swap_guard import refuse_foreign
 from shardow.start import fill, initialise, meta
 
 _RANK_0 = "a mapping on rank 0"
@@ -152,7 +152,7 @@ class Request:
         if isinstance(self.target, nn.Module):
             meta.have_values(self.target)
         if self.optimizer is not None:
-            origins.bind(self.optimizer, self._bindings)
+            parameter_registry.bind(self.optimizer, self._bindings)
         return report
 
     def _filled(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Request:
         if isinstance(self.target, nn.Module):
             refuse_foreign(self.what, self.target.parameters, writes=True)
             if self.optimizer is not None:
-                self._bindings = origins.bindings(self.optimizer, self.target)
+                self._bindings = parameter_registry.bindings(self.optimizer, self.target)
             meta.give_memory(self.target, self.device, self.dtype, self._given)
             essential = meta.valueless(self.target)
             held = held_by(self.target, self.group, saving=False)

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardow.base.checks import instance, invalid
-from shardow.model import origins
-from shardow.model.dtensor import empty_like
-from shardow.model.groups import meshes_of
-from shardow.model.names import join, walk
-from shardow.model.slots import Slot, by_tensor, slots, slots_of
+from shardow.sharding import parameter_registry
+from shardow.sharding.dtensor import empty_like
+from shardow.sharding.groups import meshes_of
+from shardow.sharding.names import join, walk
+from shardow.sharding.slots import Slot, by_tensor, slots, slots_of
 from shardow.start import recorded
 
 # Keys of what to_empty() gave memory.
@@ -60,7 +60,7 @@ def on_meta(buffers: bool) -> Iterator[None]:
                     instead[param] = empty_like(param, "meta")
                 module._parameters[name] = instead[param]
             recorder.register(module, name, param, instead.get(param, param))
-            origins.remember(module, name)
+            parameter_registry.remember(module, name)
 
     def buffer_on_meta(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         register_buffer(module, name, tensor, persistent)
@@ -108,7 +108,7 @@ def give_memory(
 ) -> None:
     """Memory without values for what is on meta; what was one tensor stays one. ``held`` gets what has memory now, by
     all its names, also where this raises."""
-    origins.forget_swapped(model)
+    parameter_registry.forget_swapped(model)
     known = [where for where in by_tensor(slots(model)).values() if where[0].recorded.is_meta]
     if not known:
         return

@@ -31,7 +31,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardow.model.storage import storage_key
+from shardow.sharding.storage import storage_key
 
 MOST = 8 << 20  # bytes of a tensor that is kept as it is
 PATTERN = 0xAA  # of bytes that nobody wrote: -3e-13 in float32

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from shardow.base.checks import instance, invalid, seconds
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.errors import Error
-from shardow.model import origins
-from shardow.model.dtensor import empty_like
-from shardow.model.groups import choose_group, meshes_of
-from shardow.model.modules import is_container, repeated_blocks
-from shardow.model.names import walk
-from shardow.model.slots import by_tensor, slots
+from shardow.sharding import parameter_registry
+from shardow.sharding.dtensor import empty_like
+from shardow.sharding.groups import choose_group, meshes_of
+from shardow.sharding.modules import is_container, repeated_blocks
+from shardow.sharding.names import walk
+from shardow.sharding.slots import by_tensor, slots
 from shardow.start.materialize import Source, common_kind, materialize
 
 Units = Iterable[type[nn.Module] | str] | Callable[[str, nn.Module], bool] | None
@@ -70,7 +70,7 @@ def wrap(
     from_memory = source is None and memory_efficient_init
     has_weights = source is None and (ranks.rank == 0 or not memory_efficient_init)
 
-    def prepare() -> Step[tuple[list[nn.Module], origins.Bindings | None, Any]]:
+    def prepare() -> Step[tuple[list[nn.Module], parameter_registry.Bindings | None, Any]]:
         checked = _checked(model, mesh, units, optimizer, has_weights)
         shapes = {slot.name: f"{slot.recorded.dtype} {list(slot.recorded.shape)}" for slot in slots(model, "parameter")}
         shared_out = [name for name, module in walk(model) if module in checked[0]]
@@ -81,7 +81,7 @@ def wrap(
     if from_memory:
         to_meta(model)
         if optimizer is not None and bindings is not None:
-            origins.bind(optimizer, bindings)  # it would keep the whole model
+            parameter_registry.bind(optimizer, bindings)  # it would keep the whole model
     if isinstance(mixed_precision, torch.dtype):
         mixed_precision = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
     policy = mixed_precision or MixedPrecisionPolicy()
@@ -96,8 +96,8 @@ def wrap(
             )
             raise
     elif optimizer is not None and bindings is not None:
-        origins.bind(optimizer, bindings)
-    origins.forget_swapped(model)
+        parameter_registry.bind(optimizer, bindings)
+    parameter_registry.forget_swapped(model)
     return model, optimizer
 
 
@@ -112,7 +112,7 @@ def _shard(units: list[nn.Module], shard: Callable[[nn.Module], object]) -> None
 
 def _checked(
     model: nn.Module, mesh: DeviceMesh, units: Units, optimizer: torch.optim.Optimizer | None, has_weights: bool
-) -> tuple[list[nn.Module], origins.Bindings | None, Mapping[str, torch.Tensor] | None]:
+) -> tuple[list[nn.Module], parameter_registry.Bindings | None, Mapping[str, torch.Tensor] | None]:
     """Units, where the optimizer's parameters are, and the weights that this rank gives; raises while the model is
     whole.
     """
@@ -128,8 +128,8 @@ def _checked(
         if is_container(unit):
             raise invalid(f"wrap(): a {type(unit).__name__} has no forward(), and is no unit; name its members' class")
     _check_ties(model, chosen)
-    origins.remember_all(model)
-    bindings = None if optimizer is None else origins.bindings(optimizer, model)
+    parameter_registry.remember_all(model)
+    bindings = None if optimizer is None else parameter_registry.bindings(optimizer, model)
     return chosen, bindings, own_weights(model) if has_weights else None
 
 
@@ -186,4 +186,4 @@ def to_meta(model: nn.Module) -> None:
         on_meta = whole if isinstance(whole, DTensor) else empty_like(whole, "meta")
         for slot in tied:
             slot.owner[slot.key] = on_meta
-    origins.remember_all(model)
+    parameter_registry.remember_all(model)

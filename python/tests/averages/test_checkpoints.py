@@ -35,7 +35,7 @@ def step(model: torch.nn.Module, ema: shardow.EMA, steps: int, seed: int) -> Non
         for local in averages_of(ema).view.parameters:
             generator = torch.Generator().manual_seed(hash((seed, i)) % 2**31)
             full = torch.randn(tuple(local.region.shape), generator=generator)
-            gather.take(full, local.region, local.tensor.view(-1))
+            gather.extract_region(full, local.region, local.tensor.view(-1))
         ema.update()
 
 

@@ -21,8 +21,8 @@ import shardow
 from shardow import _core
 from shardow.distributed.rank_group import RankGroup, Step
 from shardow.distributed.store_group import store_group
-from shardow.model import equal
-from shardow.model.equal import checksums
+from shardow.sharding import equal
+from shardow.sharding.equal import checksums
 
 # ---- counters of a rank's own part
 

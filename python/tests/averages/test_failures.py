@@ -16,7 +16,7 @@ import torch.distributed as dist
 from outcomes import Outcome, outcome
 
 import shardow
-from shardow.model.piece import Piece
+from shardow.sharding.partial_tensor import PartialTensor
 
 DEADLINE = 3.0
 
@@ -138,19 +138,19 @@ def foreign_state(how: str) -> tuple[Outcome, bool]:
     state = copy.deepcopy(ema.state_dict())
     before = copy.deepcopy(state["averages"])
     for tensor in state["averages"].values():
-        (tensor.local if isinstance(tensor, Piece) else tensor).add_(1)
+        (tensor.local if isinstance(tensor, PartialTensor) else tensor).add_(1)
     if how == "another sharding":
         piece = state["averages"]["0.weight"]
         rank, size = dist.get_rank(), 7 * models.INPUTS
         half = shardow._core.Region.whole([7, models.INPUTS]).window(rank * size // 2, (rank + 1) * size // 2)
-        state["averages"]["0.weight"] = Piece(torch.zeros(half.size, dtype=piece.local.dtype), half)
+        state["averages"]["0.weight"] = PartialTensor(torch.zeros(half.size, dtype=piece.local.dtype), half)
     elif dist.get_rank() == 0:
         state["averages"]["0.weight"] = torch.zeros(3, 3)
         del state["averages"]["3.bias"]
         state["averages"]["new"] = torch.zeros(1)
     found = outcome(lambda: ema.load_state_dict(state))
     now = ema.state_dict()["averages"]
-    local = lambda t: t.local if isinstance(t, Piece) else t  # noqa: E731
+    local = lambda t: t.local if isinstance(t, PartialTensor) else t  # noqa: E731
     return found, all(torch.equal(local(before[n]), local(now[n])) for n in before)
 
 

@@ -194,7 +194,8 @@ def test_refusals_say_where_averages_can_live() -> None:
 
 
 HOOKED = tuple(
-    f"shardow/{name}.py" for name in ("averages/attach", "averages/core", "averages/swap", "model/swap_guard")
+    f"shardow/{name}.py"
+    for name in ("averaging/attach", "averaging/model_averages", "averaging/swap", "sharding/swap_guard")
 )
 
 

@@ -13,7 +13,7 @@ from own_averages import averages_of
 
 import shardow
 from shardow import errors
-from shardow.averages.cuda_streams import Streams, with_memory
+from shardow.averaging.cuda_streams import Streams, with_memory
 
 
 class _Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import shardow
-from shardow.averages import replicas
+from shardow.averaging import replicas
 from shardow.integrations.common import MastersEMA
 
 Cut = dict[str, tuple[int, int]]

@@ -20,15 +20,15 @@ from small import equal
 from torch import nn
 
 import shardow
-from shardow.averages.swap import Swap
+from shardow.averaging.swap import Swap
 from shardow.base import signals
 from shardow.compat.causal_forcing import fsdp_state_dict
-from shardow.model import swap_guard
+from shardow.sharding import swap_guard
 
 Weights = dict[str, torch.Tensor]
 PARTS = (
-    "averages/swap.py",
-    "model/swap_guard.py",
+    "averaging/swap.py",
+    "sharding/swap_guard.py",
     "base/signals.py",
 )
 

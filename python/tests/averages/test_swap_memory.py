@@ -15,7 +15,7 @@ from stopped_swaps import EVERY, TIMEOUT, WAYS, Rank, Stop
 from swap_seams import run
 
 import shardow
-from shardow.averages.swap import Swap
+from shardow.averaging.swap import Swap
 
 #: By call, how often a block makes it where replicas divide, and elsewhere.
 CALLS = {"places": (1, 1), "scatter": (2, 2), "written": (2, 2), "exchange": (2, 0)}

@@ -150,12 +150,12 @@ def test_ranks_that_have_left_already_learn_of_one_that_raises_later() -> None:
 
 
 def dies_before_the_exchange(kind: str) -> tuple[Outcome, bool, bool]:
-    from shardow.averages import replicas as _replicas
+    from shardow.averaging import replicas as _replicas
 
     _, ema = trained(kind, timeout=5.0)
     weights = local(ema)
     if dist.get_rank() == 1:
-        _replicas.Exchange.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+        _replicas.ReplicaExchange.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
     found = outcome(ema.swap_in)
     return found, averages_of(ema).engine.swapped, same(local(ema), weights)
 
@@ -172,17 +172,17 @@ def test_a_rank_that_dies_before_the_exchange_leaves_the_others_with_their_weigh
 
 def fails_before_it_overwrites(kind: str) -> list[Any]:
     """Rank 1 fails when it has all parts of the averages, and has written none. Rank 0 leaves once that is over."""
-    from shardow.averages import replicas as _replicas
+    from shardow.averaging import replicas as _replicas
 
     _, ema = trained(kind)
-    weights, held, run = local(ema), averages(ema), _replicas.Exchange.run
+    weights, held, run = local(ema), averages(ema), _replicas.ReplicaExchange.run
 
     def refuse() -> None:
-        _replicas.Exchange.run = run  # type: ignore[method-assign]
+        _replicas.ReplicaExchange.run = run  # type: ignore[method-assign]
         raise _Broken("at the first part")
 
     if dist.get_rank() == 1:
-        _replicas.Exchange.run = lambda exchange, seconds, *_: run(exchange, seconds, refuse)  # type: ignore[method-assign]
+        _replicas.ReplicaExchange.run = lambda exchange, seconds, *_: run(exchange, seconds, refuse)  # type: ignore[method-assign]
     if dist.get_rank() == 0:
         ema.swap_in()
         swapped = averages_of(ema).engine.swapped

@@ -19,7 +19,7 @@ from small import equal
 from torch import nn
 
 import shardow
-from shardow.averages.options import Rule
+from shardow.averaging.options import Rule
 
 DECAYS: dict[str, Any] = {"one decay": 0.9, "four decays": [0.9, 0.5, 0.999, 0.99999]}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of the weights

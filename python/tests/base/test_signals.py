@@ -36,7 +36,7 @@ def stopped_before(line: int) -> bool:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        with signals.Held():
+        with signals.DeferredSignals():
             pass
     except _AlarmError:
         pass
@@ -69,7 +69,7 @@ def test_of_two_that_have_waited_both_are_delivered() -> None:
     before = {number: signal.signal(number, note) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     try:
         try:
-            with signals.Held():
+            with signals.DeferredSignals():
                 signal.raise_signal(signal.SIGUSR1)
                 signal.raise_signal(signal.SIGUSR2)
                 assert seen == []

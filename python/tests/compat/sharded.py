@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardow.distributed.gather import take
-from shardow.model.view import find
+from shardow.distributed.gather import extract_region
+from shardow.sharding.view import find
 
 KINDS = ("fsdp2", "hsdp", "fsdp1", "ddp")
 
@@ -95,7 +95,7 @@ def setter(model: nn.Module, wholes: nn.Module) -> Callable[[], None]:
 
     def follow() -> None:
         for memory, region, value in pairs:
-            take(value, region, memory)
+            extract_region(value, region, memory)
 
     return follow
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from shardow import EMA
-from shardow.averages.options import Rule
+from shardow.averaging.options import Rule
 from shardow.compat._impl.averaged_copy import AveragedCopy, everything
 from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory, flat
 from shardow.compat._impl.parameter_list import ParameterList, copies

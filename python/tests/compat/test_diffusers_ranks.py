@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardow.compat.diffusers import EMAModel
-from shardow.model.owners import resharded
+from shardow.sharding.fsdp_ownership import resharded
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -21,7 +21,7 @@ from outcomes import Outcome, outcome
 from store_host import host, stop
 
 import shardow
-from shardow.averages.replicas import Exchange
+from shardow.averaging.replicas import ReplicaExchange
 from shardow.distributed import abandonable_thread, store_group
 from shardow.distributed.gather import Gatherer
 from shardow.files import engine
@@ -243,7 +243,8 @@ def meets_a_rank_that_is_gone(folder: Path, verb: str) -> Outcome:
     if dist.get_rank() == 1:
         home: Any
         home, name = {
-            "save": (engine.SaveCall, "_metadata"), "load": (engine.Load, "choose"), "swap": (Exchange, "_gather"),
+            "save": (engine.SaveCall, "_metadata"), "load": (engine.Load, "choose"),
+            "swap": (ReplicaExchange, "_gather"),
         }[verb]  # fmt: skip
         setattr(home, name, leave)
     return outcome(calls[verb])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardow import _core
 from shardow.distributed import gather, rank_group
-from shardow.distributed.gather import Gatherer, Part, place, stretch, take
+from shardow.distributed.gather import Gatherer, LocalShard, extract_region, place, stretch
 from shardow.distributed.rank_group import RankGroup
 from shardow.distributed.transfers import carrier
 
@@ -23,8 +23,8 @@ def gathered() -> dict[str, bool]:
     cut = 1_000_003
     region = whole.window(0, cut) if dist.get_rank() == 0 else whole.window(cut, whole.size)
     values = torch.arange(whole.size, dtype=torch.float32)
-    part = Part("t", torch.empty(region.size), region)
-    take(values.view(SHAPE), region, part.flat)
+    part = LocalShard("t", torch.empty(region.size), region)
+    extract_region(values.view(SHAPE), region, part.flat)
     return {
         name: torch.equal(full.view(-1), values)
         for name, full in Gatherer("a test", [part], RankGroup(dist.group.WORLD, 60.0)).whole({}).items()
@@ -74,7 +74,7 @@ def test_what_is_taken_out_of_a_tensor_is_placed_back_where_it_was(region: _core
     full = turn(torch.arange(48.0).view(6, 8))
     held = [i for begin, _, length in region.runs() for i in range(begin, begin + length)]
     flat = torch.full((region.size,), -1, dtype=torch.float64)
-    take(full, region, flat)
+    extract_region(full, region, flat)
     assert flat.tolist() == held
     expected = [float(i in held) for i in range(48)]
     back = turn(torch.zeros(6, 8))
@@ -97,4 +97,4 @@ def test_a_stretch_is_a_view_where_the_elements_lie_one_after_another() -> None:
 def test_regions_that_leave_a_hole_are_refused_by_the_tensors_name() -> None:
     region = _core.Region.whole([4, 3]).window(0, 6)
     with pytest.raises(ValueError, match=r"'t' of shape \(4, 3\): ranks' regions overlap or leave holes \(6 elem"):
-        Gatherer("a test", [Part("t", torch.zeros(6), region)], RankGroup(None, None))
+        Gatherer("a test", [LocalShard("t", torch.zeros(6), region)], RankGroup(None, None))

@@ -38,7 +38,10 @@ def test_where_signals_are_held_the_rank_goes_on_too_and_else_it_ends_the_next_r
         for group in groups:
             group.begin("a call", TIMEOUT)
         late.start()
-        with pytest.raises(KeyboardInterrupt), signals.Held(waits=True) if held else contextlib.nullcontext():
+        with (
+            pytest.raises(KeyboardInterrupt),
+            signals.DeferredSignals(waits=True) if held else contextlib.nullcontext(),
+        ):
             answers.append(groups[0].all_gather(b"zero", TIMEOUT))
         assert answers == [both] * (2 if held else 1)
         if not held:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardow
-from shardow.model import storage
+from shardow.sharding import storage
 
 
 def small() -> nn.Module:

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardow
 from shardow import _core
-from shardow.model.local import LocalTensor
-from shardow.model.view import ModelView, find
+from shardow.sharding.local import LocalTensor
+from shardow.sharding.view import ModelView, find
 
 ANY = ["ddp", "fsdp1", "fsdp1-flat", "fsdp1-grad-op", "fsdp1-no-shard", "fsdp2"]
 CASES = [

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardow import _core
-from shardow.model.dtensor import region_of, replicas_of
+from shardow.sharding.dtensor import region_of, replicas_of
 
 
 @contextmanager

@@ -50,7 +50,7 @@ SHARDED = {
 def _serve(pipe: Connection, port: int) -> None:
     import shim
 
-    from shardow.averages import torch_rules
+    from shardow.averaging import torch_rules
 
     assert shim.DEVICES == 2
     torch_rules._AT_ONCE = 40  # elements, fewer than some tensors have, and more than others
@@ -278,7 +278,7 @@ def test_what_is_refused_and_what_is_said() -> None:
 
 def interrupted() -> dict[str, bool]:
     """An operation fails in the middle of an update: the averages say so, until they begin again."""
-    from shardow.averages import torch_rules
+    from shardow.averaging import torch_rules
 
     model = models.make().to("shim")
     ema, apply = shardow.EMA(model, 0.9), torch_rules.apply
@@ -301,7 +301,7 @@ def interrupted() -> dict[str, bool]:
 
 def swap_stopped() -> dict[str, bool]:
     """An operation fails when two tensors have their averages, and a third one some of them."""
-    from shardow.averages.torch_rules import OtherMemory
+    from shardow.averaging.torch_rules import OtherMemory
 
     model = models.make().to("shim")
     ema, show, shown = shardow.EMA(model, 0.9), OtherMemory.show, list[str]()

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardow.averages.options import Rule
+from shardow.averaging.options import Rule
 from shardow.compat._impl.given_memory import AveragedTensor, Choose, Fate, GivenMemory, Kind, Tensors, warn_of_rounding
-from shardow.model.match import compare
-from shardow.model.slots import Slot, slots
-from shardow.model.view import ModelView, find
+from shardow.sharding.match import compare
+from shardow.sharding.slots import Slot, slots
+from shardow.sharding.view import ModelView, find
 
 #: change(averages, weights) gets lists of tensors, of a sharded model this rank's parts in one dimension, and writes
 #: the former.

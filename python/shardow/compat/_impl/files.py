@@ -1,6 +1,5 @@
-"""What the origins write: files of torch.save(), and directories; each is there whole or not at all, made under another
-name and published by one rename.
-"""
+"""Files and directories as upstream projects write them; each is there whole or not at all, made under another name and
+published by one rename."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import torch
 from shardow.base.checks import first_of, invalid
 from shardow.distributed.gather import Gatherer
 from shardow.distributed.rank_group import RankGroup
-from shardow.model.parts import Held
+from shardow.sharding.local_state import LocalState
 
 
 def write(content: Any, path: str | Path) -> None:
@@ -35,7 +34,7 @@ def write(content: Any, path: str | Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_gathered(what: str, path: Path, held: Held, ranks: RankGroup, dtype: torch.dtype | None = None) -> None:
+def write_gathered(what: str, path: Path, held: LocalState, ranks: RankGroup, dtype: torch.dtype | None = None) -> None:
     """The tensors of which ``held.parts`` are this rank's, each under all its names, into ``path``; floating ones as
     ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
     stream = Gatherer(what, held.parts, ranks).stream()

@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 
 from shardow import _core
-from shardow.averages import torch_rules
-from shardow.averages.cuda_streams import Streams
-from shardow.averages.options import DTYPES
+from shardow.averaging import torch_rules
+from shardow.averaging.cuda_streams import Streams
+from shardow.averaging.options import DTYPES
 from shardow.base.checks import warn
-from shardow.model import storage
+from shardow.sharding import storage
 
 Tensors = list[torch.Tensor]
 Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that state_dict() has not
@@ -135,9 +135,9 @@ class GivenMemory:
 
     def _engine_takes(self, row: AveragedTensor) -> bool:
         source, average = row.source, row.average
-        home, origin = storage.device_of(average), storage.device_of(source)
-        beside = home == origin and origin.type in ("cpu", "cuda") and not storage.why_not(origin)
-        on_host = home.type == "cpu" and origin.type == "cuda" and _core.cuda_available()
+        home, source_device = storage.device_of(average), storage.device_of(source)
+        beside = home == source_device and source_device.type in ("cpu", "cuda") and not storage.why_not(source_device)
+        on_host = home.type == "cpu" and source_device.type == "cuda" and _core.cuda_available()
         if not (beside or on_host) or not {source.dtype, average.dtype} <= DTYPES.keys():
             return False
         if flat(source) is None or (average.numel() and source.squeeze().stride() != average.squeeze().stride()):

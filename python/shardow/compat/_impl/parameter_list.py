@@ -1,4 +1,4 @@
-"""ParameterList: averages of a list of parameters, as a list of tensors, for surfaces that know no names."""
+"""ParameterList: averages of a list of parameters, as a list of tensors, for compat classes that know no names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from shardow.base.checks import invalid
 from shardow.compat._impl.given_memory import AveragedTensor, GivenMemory, copy_all, warn_of_rounding
-from shardow.model import origins
-from shardow.model.owners import resharded
-from shardow.model.storage import MARKS
+from shardow.sharding.fsdp_ownership import resharded
+from shardow.sharding.parameter_registry import state_for
+from shardow.sharding.storage import MARKS
 
 _requires_grad = operator.attrgetter("requires_grad")
 _OTHERS = "the state is another model's, or its parameters were in another order when it was saved"
@@ -108,7 +108,7 @@ def loaded(
     if not isinstance(values, list) or not all(isinstance(value, torch.Tensor) for value in values):
         raise invalid(f"{what} must be a list of tensors", also)
     if len(values) == len(likes):
-        values = [origins.state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=True)]
+        values = [state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=True)]
     check(values, likes, loading=True)
     return [value.detach().clone() for value in values]
 

@@ -17,24 +17,24 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardow import _core, errors
-from shardow.averages import state_dict as _state
-from shardow.averages.core import Averages
-from shardow.averages.options import Replicas
-from shardow.averages.tracked import Tracked
+from shardow.averaging import state_dict as _state
+from shardow.averaging.model_averages import ModelAverages
+from shardow.averaging.options import Replicas
+from shardow.averaging.tracked import Tracked
 from shardow.base.checks import invalid, one_of, unsupported
 from shardow.compat._impl.averaged_copy import AveragedCopy, Change, ChosenRule, everything_saved
 from shardow.compat._impl.given_memory import Choose, Fate, Kind, copy_all, warn_of_rounding
-from shardow.distributed.gather import Part
+from shardow.distributed.gather import LocalShard
 from shardow.distributed.rank_group import RankGroup, Step, equal_facts
 from shardow.ema import EMA, model_averages
 from shardow.files.checkpoint import full_state_dict
-from shardow.model.groups import group_of_model
-from shardow.model.match import Fit, Form, compare, fit
-from shardow.model.modules import modes_kept
-from shardow.model.names import clean_file_key, refuse_scripted
-from shardow.model.owners import has_fsdp
-from shardow.model.parts import Held
-from shardow.model.view import find
+from shardow.sharding.fsdp_ownership import has_fsdp
+from shardow.sharding.groups import group_of_model
+from shardow.sharding.local_state import LocalState
+from shardow.sharding.match import Fit, Form, compare, fit
+from shardow.sharding.modules import modes_kept
+from shardow.sharding.names import clean_file_key, refuse_scripted
+from shardow.sharding.view import find
 from shardow.start.materialize import Request
 
 
@@ -55,7 +55,7 @@ class SwappedModelProxy(nn.Module):
         self.__dict__.update(ema=ema, _model=model)  # not submodules
 
     @property
-    def core(self) -> Averages:
+    def core(self) -> ModelAverages:
         return model_averages(self.ema)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def _is_real(name: str, parameter: torch.Tensor) -> bool:
 class AveragesOfProxy:
     """The averages of a proxy follow its model by their own rule and rounding. As AveragedCopy."""
 
-    _averages: Averages
+    _averages: ModelAverages
     _seen: nn.Module | None = None
 
     def __init__(self, choose: Choose) -> None:
@@ -237,14 +237,14 @@ def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | 
 
 @torch.no_grad()
 def fill(
-    what: str, ranks: RankGroup, look: Callable[[], Held], state: Mapping[str, Any],
+    what: str, ranks: RankGroup, look: Callable[[], LocalState], state: Mapping[str, Any],
     names_error: type[Exception] = RuntimeError, strict: bool = True, hint: str = _state.HINT,
 ) -> Fit[Form | None]:  # fmt: skip
     """Fills what ``look()`` finds here with a state's whole tensors, or the same parts. Raises on every rank, before
     anything changes, where a tensor differs or, if ``strict``, a name: ValueError, also a ``names_error``, else a
     RuntimeError. Collective."""
 
-    def check() -> tuple[Held, list[_state.Copy], Fit[Form | None]]:
+    def check() -> tuple[LocalState, list[_state.Copy], Fit[Form | None]]:
         held = look()
         compared = fit(held, state, "the state")
         copies = _state.copies_of(held.parts, state, compared)
@@ -262,14 +262,14 @@ def fill(
 
 @torch.no_grad()
 def load_averages(
-    core: Averages, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()",
-    beside: Iterable[Part] = (),
+    core: ModelAverages, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()",
+    beside: Iterable[LocalShard] = (),
 ) -> Fit[Form | None]:  # fmt: skip
     """Takes pieces of the same sharding, DTensors, or full tensors, under any names of theirs, also of what lies
     ``beside`` the averages. What else the model has, and unless ``strict`` all other names, are passed over, and what
     is missing stays; counters stay too. Collective."""
 
-    def look() -> Held:
+    def look() -> LocalState:
         core.swap.refuse(what)
         held, view = core.held(), core.view
         held.parts += beside
@@ -331,7 +331,7 @@ class Averaged(nn.Module):
             (shapes if strict else shapes.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
             return super().load_state_dict(state_dict, strict, assign)
         own = [
-            Part(name, buffer.view(-1), _core.Region.whole(list(buffer.shape)))
+            LocalShard(name, buffer.view(-1), _core.Region.whole(list(buffer.shape)))
             for name, buffer in self.named_buffers(recurse=False)
         ]
         compared = load_averages(self.module.core, state_dict, strict, beside=own)

@@ -1,3 +1,0 @@
-"""What an EMA is made of: options, the averages' memory, their state, the swap with the weights, their files.
-
-May import: files, model, distributed, base, errors, schedules."""

@@ -1,0 +1,112 @@
+"""Where a parameter came from: its module and name, which outlive it when sharding puts another object in its place."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardow.base.checks import instance, invalid
+from shardow.distributed.gather import extract_region
+from shardow.sharding.dtensor import region_of, sharded_like
+from shardow.sharding.names import walk
+from shardow.sharding.slots import slots
+
+# By parameter, since tensors compare by value: (weak reference to its module, key).
+_origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def remember(module: nn.Module, key: str) -> None:
+    """That the parameter which is there now is there."""
+    _origins[module._parameters[key]] = (weakref.ref(module), key)
+
+
+def remember_all(model: nn.Module) -> None:
+    for slot in slots(model, "parameter"):
+        remember(slot.module, slot.key)
+
+
+def forget_swapped(model: nn.Module) -> None:
+    """Called before its parameters may get other memory, here or in model.to(). DTensors stay the same objects then,
+    found in the model itself, and torch refuses to swap what is weakly referenced."""
+    always = torch.__future__.get_swap_module_params_on_conversion()
+    for slot in slots(model, "parameter"):
+        if always or is_traceable_wrapper_subclass(slot.recorded):
+            _origins.pop(slot.recorded, None)
+
+
+Places = list[tuple[nn.Module, str]]
+Bindings = list[Places]  # by parameter group, where each of its parameters is
+
+
+def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
+    """Where the optimizer's parameters are in the model, though other objects may be there now. Raises, before anything
+    has changed, for one that is nowhere."""
+    instance("optimizer", optimizer, torch.optim.Optimizer)
+    found: Bindings = []
+    there = {id(slot.recorded): (slot.module, slot.key) for slot in slots(model, "parameter")}
+    modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [""] * len(group["params"])
+        found.append([])
+        for i, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
+            reference, key = _origins.get(parameter, (lambda: None, ""))
+            path, _, named_key = name.rpartition(".")
+            place = there.get(id(parameter)) or _place(reference(), key) or _place(modules.get(path), named_key)
+            if place is None:
+                lost = (
+                    f"parameter {i} of shape {tuple(parameter.shape)} is not in the model, and it is not known where "
+                    "it was"
+                )
+                way_out = "build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
+                raise invalid(f"optimizer group {number}: {lost}; {way_out}")
+            found[-1].append(place)
+    return found
+
+
+def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
+    """Puts the model's parameters into the groups; state goes with its parameter, and is sharded as it is."""
+    groups = [[module._parameters[key] for module, key in where] for where in places]
+    before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    pairs = zip(before, itertools.chain(*groups), strict=True)
+    moved = [(old, new) for old, new in pairs if new is not None and old is not new and old in optimizer.state]
+    # Makes what there may be no memory for before anything changes.
+    states = [state_for(new, optimizer.state[old]) for old, new in moved]
+    for (old, new), state in zip(moved, states, strict=True):
+        del optimizer.state[old]
+        optimizer.state[new] = state
+    for group, now in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = now
+
+
+def state_for(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _sharded_as(param, value) for key, value in state.items()}
+
+
+def _sharded_as(param: torch.Tensor, value: Any) -> Any:
+    """This rank's part of a state tensor (a momentum) of the whole parameter; everything else as it is."""
+    if (
+        not isinstance(param, DTensor)
+        or not isinstance(value, torch.Tensor)
+        or isinstance(value, DTensor)
+        or value.shape != param.shape
+    ):
+        return value
+    if not value.ndim:  # a step, of a parameter that is a number as well
+        return value
+    local = torch.empty_like(param._local_tensor, dtype=value.dtype)
+    flat = torch.empty(local.numel(), dtype=value.dtype, device=value.device)
+    extract_region(value, region_of("a state of the optimizer", param), flat)
+    local.copy_(flat.view(local.shape))
+    return sharded_like(param, local)
+
+
+def _place(module: nn.Module | None, key: str) -> tuple[nn.Module, str] | None:
+    return None if module is None or module._parameters.get(key) is None else (module, key)

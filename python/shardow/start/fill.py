@@ -152,8 +152,7 @@ def from_mapping(job: Job, state: State | None, by_first: bool, progress: Progre
         _refuse_lacking(job, missing)
         whole = [part._replace(region=_core.Region.whole(part.region.shape)) for part in job.held.parts]
         held, keys = replace(job.held, parts=whole), fits.keys
-        extract = lambda part: extract_region(tensors[part.name].detach(), part.region, part.flat)  # noqa: E731
-        refuse_untied(held, keys, tensors, extract)
+        refuse_untied(held, keys, tensors, lambda p: extract_region(tensors[p.name].detach(), p.region, p.flat))
         kept = [name for name in fits.missing if name not in job.wanted]
         report = {"missing": missing, "unexpected": fits.unexpected, "kept": kept}
         found = [(part, keys[part.name]) for part in job.held.parts if part.name in keys]

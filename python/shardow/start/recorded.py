@@ -60,12 +60,14 @@ class View:
 
 @dataclass(frozen=True)
 class Call:
-    """``whole``: it writes all of the tensor. ``problem``: why it can't be done again."""
+    """``whole``: it writes all of the tensor. ``problem``: why it can't be done again. ``strides``: of the tensor that
+    the arguments are views of; (): row by row."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
     problem: str | None = None
     whole: bool = True
+    strides: tuple[int, ...] = ()
 
 
 _ASSIGNED = Call(torch.Tensor.copy_, problem="its .data was assigned")
@@ -96,10 +98,13 @@ class Record:
         return next((call.problem for call in [*self.made, *self.calls] if call.problem), None)
 
     def replay(self, whole: torch.Tensor, calls: Iterable[Call]) -> None:
-        """``made`` or ``calls``."""
+        """Makes the calls, ``made`` or ``calls``, on memory in the order that the constructor's had."""
         for call in calls:
-            args, kwargs = tree_map(lambda value: value.of(whole) if isinstance(value, View) else value, call.arguments)
+            strides = call.strides or whole.stride()
+            memory = whole if strides == whole.stride() else whole.new_empty_strided(whole.shape, strides).copy_(whole)
+            args, kwargs = tree_map(lambda view: view.of(memory) if isinstance(view, View) else view, call.arguments)  # noqa: B023
             call.function(*args, **kwargs)
+            whole.copy_(memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         self.twins = self.twins or object()
@@ -113,8 +118,7 @@ class Record:
 
 def records_of(module: nn.Module) -> dict[str, Record]:
     """By key, of a module's own parameters and buffers."""
-    found: dict[str, Record] = module.__dict__.get(_KEY, {})
-    return found
+    return module.__dict__.get(_KEY, {})  # type: ignore[no-any-return]
 
 
 def forget(module: nn.Module) -> None:
@@ -194,7 +198,7 @@ class Recorder(TorchFunctionMode):
         if reset:
             record.reset, record.calls = True, []
         else:
-            record.calls.append(self._call(func, name, args, kwargs, record, whole))
+            record.calls.append(replace(self._call(func, name, args, kwargs, record, whole), strides=known[0].stride()))
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any, record: Record, whole: bool) -> Call:
         problems: list[str] = []

@@ -97,6 +97,32 @@ def check_dit(found: dict[str, torch.Tensor]) -> None:
     assert 0.8 * bound < found["patch.weight"].abs().max() <= bound, "by the fan of the view"
 
 
+class OtherOrders(nn.Module):
+    """Weights that do not lie row by row, of which parts are written: before and after the order changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.zeros(3, 2).t())
+        self.conv = nn.Conv2d(3, 2, 2)
+        nn.init.ones_(self.conv.weight)
+        with torch.no_grad():
+            self.turned[0].fill_(7.0)
+            self.conv.weight[1, 0].fill_(2.0)
+        nn.init.constant_(self.turned[1, :2], 3.0)
+        self.conv.to(memory_format=torch.channels_last)
+        nn.init.constant_(self.conv.weight[:, 1], 5.0)
+        nn.init.zeros_(self.conv.bias)
+
+
+def test_what_is_written_into_parts_of_weights_in_another_order_is_kept() -> None:
+    expected = OtherOrders().state_dict()
+    assert not expected["turned"].is_contiguous()
+    assert not expected["conv.weight"].is_contiguous()
+    found = built(OtherOrders)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 def test_what_a_parent_writes_over_its_children_is_kept() -> None:
     check_dit(built(DiTBlock))
 

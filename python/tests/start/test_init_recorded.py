@@ -118,9 +118,9 @@ def test_what_is_written_into_parts_of_weights_in_another_order_is_kept() -> Non
     expected = OtherOrders().state_dict()
     assert not expected["turned"].is_contiguous()
     assert not expected["conv.weight"].is_contiguous()
-    found = built(OtherOrders)
+    state = built(OtherOrders)
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(state[name], value), name
 
 
 def test_what_a_parent_writes_over_its_children_is_kept() -> None:

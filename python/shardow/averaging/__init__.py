@@ -1,3 +1,3 @@
-"""What an EMA is made of: options, the averages' memory, their state, the swap with the weights, their files.
+"""The implementation behind EMA: options, the averages' memory, their state, the swap with the weights, their files.
 
 May import: files, sharding, distributed, base, errors, schedules."""

@@ -1,4 +1,4 @@
-"""What updates an EMA after optimizer steps: one optimizer, or several that share a training step."""
+"""Updates an EMA after optimizer steps: of one optimizer, or of several that share a training step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from shardow import errors
 from shardow.base.checks import invalid, number, warn
 
-#: Training samples of one step, all ranks together; or a function that tells how many have been seen so far.
+#: Training samples of one step, all ranks together; or a function that returns how many have been seen so far.
 Samples = float | Callable[[], float]
 
 
@@ -21,16 +21,16 @@ _attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Hand
 
 class Handle:
     """Detaches an EMA from an optimizer; as a context manager, at the end of the block. Neither it nor the optimizer
-    keeps the EMA: one that is dropped is detached."""
+    keeps the EMA alive: an EMA that is dropped is detached."""
 
     def __init__(self, attachments: Attachments, optimizer: torch.optim.Optimizer, samples: Samples | None) -> None:
         self._attachments, self._samples = weakref.ref(attachments), samples
         self._optimizer = optimizer
-        handle = weakref.ref(self)
+        reference = weakref.ref(self)
 
-        def call(verb: Callable[[Attachments, Handle], None]) -> None:
-            if (own := handle()) is not None and (all_ := own._attachments()) is not None:
-                verb(all_, own)
+        def call(method: Callable[[Attachments, Handle], None]) -> None:
+            if (handle := reference()) is not None and (owner := handle._attachments()) is not None:
+                method(owner, handle)
 
         hooks = contextlib.ExitStack()
         hooks.callback(optimizer.register_step_pre_hook(lambda *_: call(Attachments.before)).remove)
@@ -53,19 +53,19 @@ class Handle:
 
 
 class Attachments:
-    """The optimizers that an EMA is attached to. A training step is one round: each of them steps once, or is skipped.
-    The update of a round follows the step of the optimizer that was attached last; where a GradScaler skips that one,
-    it comes before the next round.
-    """
+    """The optimizers that an EMA is attached to. A training step is one round: each optimizer steps once, or is
+    skipped. The update of a round follows the step of the optimizer that was attached last; where a GradScaler skips
+    that step, the update comes before the next round."""
 
     def __init__(self, update: Callable[[Samples | None, bool], None]) -> None:
-        """``update(samples, at_once)``: the latter where a step follows it that changes what it reads."""
+        """``update(samples, at_once)`` makes an update; ``at_once``: a step follows it that changes the weights that it
+        reads."""
         self._update = update
         self._all: list[Handle] = []
         self._stepped: list[Handle] = []  # in this round
 
     def refuse_update(self, overlap: bool) -> None:
-        """update() by hand."""
+        """Raises where update() may not be called by hand."""
         if self._all:
             raise invalid("update() while attached would count each step twice; handle.remove() first")
         if overlap:
@@ -74,7 +74,7 @@ class Attachments:
 
     def add(self, optimizer: Any, samples: Samples | None) -> Handle:
         inner = _innermost(optimizer)
-        if any(one._optimizer is inner for one in self._all):
+        if any(handle._optimizer is inner for handle in self._all):
             raise invalid("attached to this optimizer already; each step would count twice")
         if samples is not None and not callable(samples) and not (samples := number("samples", samples)) > 0:
             raise invalid(f"samples={samples}; give the samples of one step, above 0, or a function")
@@ -97,12 +97,12 @@ class Attachments:
             handle.remove()
 
     def remove(self, handle: Handle) -> None:
-        for one in (self._all, self._stepped):
-            if handle in one:
-                one.remove(handle)
+        for handles in (self._all, self._stepped):
+            if handle in handles:
+                handles.remove(handle)
 
     def before(self, handle: Handle) -> None:
-        """Before a step, which the swap guard has allowed."""
+        """Ends the last round before an optimizer begins the next; the swap guard has allowed the step."""
         if handle in self._stepped:
             self.settle(at_once=True)
 
@@ -114,7 +114,7 @@ class Attachments:
             self.settle()
 
     def settle(self, at_once: bool = False) -> None:
-        """The update of a round that has begun."""
+        """Makes the update of a round that has begun."""
         if self._stepped:
             self._stepped.clear()
             samples = (handle._samples for handle in self._all if handle._samples is not None)
@@ -122,19 +122,19 @@ class Attachments:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer of torch inside a wrapper that keeps it as ``.optimizer``: accelerate's, for one, takes no
-    hooks."""
-    found = optimizer
-    while not hasattr(found, "_optimizer_step_post_hooks") and hasattr(found, "optimizer"):
-        found = found.optimizer
-    if not hasattr(found, "_optimizer_step_post_hooks"):
+    """Returns torch's optimizer inside a wrapper that keeps it as ``.optimizer``, and takes no hooks itself, as
+    accelerate's."""
+    inner = optimizer
+    while not hasattr(inner, "_optimizer_step_post_hooks") and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not hasattr(inner, "_optimizer_step_post_hooks"):
         takes = "attach() takes a torch.optim.Optimizer, or a wrapper with one as .optimizer"
         raise errors.UnknownOptionError(f"{takes}, not a {type(optimizer).__name__}; call update() after its steps")
-    return found  # type: ignore[no-any-return]
+    return inner  # type: ignore[no-any-return]
 
 
 def _skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """A GradScaler leaves it to fused optimizers to skip the step, and tells them by an attribute. On CUDA the answer
-    waits for the device."""
+    """Returns whether a GradScaler skipped the step: it leaves that to fused optimizers, with an attribute. On CUDA the
+    answer waits for the device."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())

@@ -1,4 +1,4 @@
-"""The averages as weights: of another module, and of the model itself."""
+"""Writes the averages as weights: into another module, or into the model itself."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def copy_to(averages: ModelAverages, model: nn.Module, decay: object, complete: bool = True) -> None:
-    """See EMA.copy_to(). ``complete``: with all else that a complete model has."""
+    """See EMA.copy_to(). ``complete``: also copies all else that a complete model has."""
     target = find(model, group=averages.view.process_group, odd=True)
-    places = {one.name: one for one in [*target.parameters, *target.buffers]}
+    places = {local.name: local for local in [*target.parameters, *target.buffers]}
 
     def prepare() -> Step[_core.EqualStates]:
         averages.swap.ready("copy_to()")
-        refuse_foreign("copy_to()", lambda: [one.tensor for one in target.as_it_is_now()], writes=True)
+        refuse_foreign("copy_to()", lambda: [local.tensor for local in target.as_it_is_now()], writes=True)
         shapes = {row.name: row.local.region.shape for row in averages.tracked}
-        found = compare(shapes, {name: place.region.shape for name, place in places.items() if name in shapes})
-        found.refuse("copy_to()", "the other model", done="nothing was copied")
+        fit = compare(shapes, {name: place.region.shape for name, place in places.items() if name in shapes})
+        fit.refuse("copy_to()", "the other model", done="nothing was copied")
         for place in places.values():
             if not oddity(place.tensor):
                 refuse_expanded(place.name, place.tensor)
@@ -57,7 +57,7 @@ def copy_to(averages: ModelAverages, model: nn.Module, decay: object, complete: 
     if not complete:
         return
     restore(model, extra_states(averages.view.model))
-    if odd := [f"'{one.name}' {oddity(one.tensor)}" for one in averages.others() if oddity(one.tensor)]:
+    if odd := [f"'{local.name}' {oddity(local.tensor)}" for local in averages.others() if oddity(local.tensor)]:
         warn(f"copy_to() leaves the other model's own: {'; '.join(odd[:8])}")
 
 
@@ -67,7 +67,7 @@ def feed_back(averages: ModelAverages, decay: object) -> None:
 
     def ready(k: int) -> int:
         averages.swap.ready("feed_back()", writes=True)
-        apart = [one.name for one in averages.tracked if one.mastered and not one.stretched and averages.splits]
+        apart = [row.name for row in averages.tracked if row.mastered and not row.stretched and averages.splits]
         if apart:
             raise unsupported(
                 f"feed_back(): '{apart[0]}' has a master copy on every replica, of which each averages a part: the "
@@ -79,16 +79,16 @@ def feed_back(averages: ModelAverages, decay: object) -> None:
     k = averages.ready_to_swap(decay, "feed_back()", ready)
 
     def fill() -> None:
-        for one in averages.tracked:
-            for memory in (one.weights(), one.sources()) if one.mastered else (one.weights(),):
-                memory.copy_(one.averages[k])
+        for row in averages.tracked:
+            for memory in (row.weights(), row.sources()) if row.mastered else (row.weights(),):
+                memory.copy_(row.averages[k])
 
     write(averages, fill)
 
 
 def write(averages: ModelAverages, fill: Callable[[], None]) -> None:
-    """fill() writes ``weights()`` of what is tracked; afterwards the model has them, on every replica. Collective,
-    after an agreement that all are ready."""
+    """Writes the model's weights by fill(), which writes ``weights()`` of each tracked tensor; every replica has them
+    afterwards. Collective, after an agreement that all are ready."""
     averages.view.reshard()
     averages.swap.gather()
     fill()

@@ -1,6 +1,4 @@
-"""What is done with weights and averages on CUDA devices follows torch's current streams, as every torch operation
-does.
-"""
+"""Runs the engine's work on CUDA devices on torch's current streams, as torch runs its operations."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ T = TypeVar("T")
 
 
 class Streams:
-    """Which stream of each device the engine works on: the one that was current when somebody last asked for the
-    engine. The device waits where they differ, never the host."""
+    """The stream of each device that the engine works on: the one that was current when the engine was last used. The
+    device waits where streams differ, never the host."""
 
     def __init__(self, weights: Iterable[torch.Tensor], averages: Iterable[torch.Tensor]) -> None:
-        """``averages``: of each device all in one allocation."""
+        """``averages``: those of one device all in one allocation."""
         devices = dict.fromkeys(map(storage.device_of, weights))
         self._memory = {memory.device: memory for memory in averages if memory.is_cuda}
         self._last = {
@@ -34,14 +32,14 @@ class Streams:
                 continue
             average.set_stream(device.index or 0, stream.cuda_stream)
             if device in self._memory:
-                # Keeps its memory from others until this stream is done.
+                # Keeps torch from reusing the averages' memory until this stream is done.
                 self._memory[device].record_stream(stream)
             self._last[device] = stream.cuda_stream
 
 
 def with_memory(make: Callable[[], T]) -> T:
-    """``make()``, once more without torch's cached blocks where a device has no memory left. The engine's tables are
-    not of torch's allocator, which keeps what it once had."""
+    """Returns ``make()``; where a device has no memory left, frees torch's cached blocks and calls it once more. The
+    engine's tables are not of torch's allocator, which keeps the memory that it once had."""
     try:
         return make()
     except errors.OutOfMemoryError:

@@ -1,6 +1,4 @@
-"""Averages of one model on this rank, and what the ranks that share it agree on before averages of all are used
-together.
-"""
+"""Averages of one model on this rank, and what its ranks agree on before they use the averages of all together."""
 
 from __future__ import annotations
 
@@ -47,41 +45,40 @@ _NO_GRAPH = "PyTorch's operations make the updates, which no graph repeats; call
 
 
 class ModelAverages:
-    """The implementation behind EMA and compat's classes. ``view``: the model as it was found; ``ranks``: those that
-    share it; ``tracked``: what is averaged; ``swap``: the transaction with the weights.
-    """
+    """The implementation behind EMA and the compat classes. ``view``: the model as it was at construction; ``ranks``:
+    those that share it; ``tracked``: the averaged tensors; ``swap``: the transaction with the weights."""
 
     def __init__(
-        self, model: nn.Module, decay: Any, asked: Mapping[str, Any], source: Mapping[str, Source] | None,
+        self, model: nn.Module, decay: Any, arguments: Mapping[str, Any], source: Mapping[str, Source] | None,
         group: dist.ProcessGroup | None, timeout: float | timedelta | None,
         teacher: Teacher | None = None,
     ) -> None:  # fmt: skip
-        """``asked``: what make_options() takes beside the decay. Collective."""
-        self.arguments = {**asked, "source": source, "timeout": timeout}
+        """``arguments``: those of make_options() but for the decay. Collective."""
+        self.arguments = {**arguments, "source": source, "timeout": timeout}
         self.view = find(model, group=group, odd=True)
         self.ranks = RankGroup(self.view.process_group, seconds(timeout))
         self.teacher = teacher
-        self.ranks.step("EMA(...)", lambda: self._build({"decay": decay, **asked}, source))
-        self.offloaded = any(one.is_offloaded for one in self.tracked)
-        devices = {storage.device_of(one.source).type for one in self.tracked}
+        self.ranks.step("EMA(...)", lambda: self._build({"decay": decay, **arguments}, source))
+        self.offloaded = any(row.is_offloaded for row in self.tracked)
+        devices = {storage.device_of(row.source).type for row in self.tracked}
         own = [average for row in self.tracked for average in row.averages] if teacher is None else []
-        #: None where all is on the host.
-        self.streams = Streams((one.source for one in self.tracked), own) if "cuda" in devices else None
+        #: None where all tensors are on the host.
+        self.streams = Streams((row.source for row in self.tracked), own) if "cuda" in devices else None
         frozen = self.view.frozen() if self.options.params == "trainable" else []
         self.unfrozen = RequiresGradWatch(frozen) if frozen else None
-        if any(one.stretched for one in self.tracked):
+        if any(row.stretched for row in self.tracked):
             share_out("EMA(...)", self.tracked, self.ranks)
         self.swap = Swap(self._engine, self.streams, self.tracked, self.view, self.ranks, self.splits)
         #: Has a record once snapshots are taken, or a state was loaded of a run that took some.
         self.history = UpdateHistory()
-        # By directory; forgotten where the counters are replaced.
+        # Snapshots by directory; cleared where the counters are replaced.
         self.snapshots: dict[Path, Any] = {}
         self._warned = False
         if teacher is not None:
             self.teach(teacher)
 
     def teach(self, teacher: Teacher) -> None:
-        """Begins with a teacher that has taken the averages."""
+        """Begins with a teacher whose tensors are the averages."""
         self.teacher, self.swap.has_teacher = teacher, True
         teacher.start(self.begin, self.wait if self.options.overlap else None)
 
@@ -99,23 +96,23 @@ class ModelAverages:
             raise invalid("module(): averages= of this EMA are tensors, and no module")
         return module
 
-    @torch.inference_mode(False)  # where averages would become tensors that nobody may write
-    def _build(self, asked: dict[str, Any], source: Mapping[str, Source] | None) -> Step[None]:
-        """Returns what must be equal on all ranks."""
+    @torch.inference_mode(False)  # averages made in inference mode could not be written outside it
+    def _build(self, arguments: dict[str, Any], source: Mapping[str, Source] | None) -> Step[None]:
+        """Makes the averages and the engine; the step compares what must be equal on all ranks."""
         self.view.reshard()
         give = None
         if self.teacher is not None:
-            asked["dtype"], give = self.teacher.find(self.view), self.teacher.take
-        self.options = options = make_options(**asked)
+            arguments["dtype"], give = self.teacher.find(self.view), self.teacher.take
+        self.options = options = make_options(**arguments)
         _core.decay_keys(options.schedules)  # refuses equal ones
         self.tracked = tracked = track(options.chosen(self.view), options, source, give)
-        refuse_foreign("EMA(...)", lambda: [one.local.tensor for one in tracked])
+        refuse_foreign("EMA(...)", lambda: [row.local.tensor for row in tracked])
         offloaded = all(row.is_offloaded for row in tracked)
         self.by_torch = sum(row.by_torch for row in tracked)
         chosen = options.engine(self.ranks.size == 1, offloaded, keep_values=give is not None)
 
         def make() -> _core.Average:  # the views are its own
-            averages = [[one.view(one.averages[k]) for one in tracked] for k in range(len(options.schedules))]
+            averages = [[row.view(row.averages[k]) for row in tracked] for k in range(len(options.schedules))]
             other = OtherMemory(tracked) if self.by_torch else None
             with _disable_current_modes():  # whatever modes are in force
                 sources = [row.view(row.sources()) for row in tracked]
@@ -141,23 +138,24 @@ class ModelAverages:
 
     @property
     def splits(self) -> bool:
-        return self.options.replicas == "split" and any(one.local.replicas for one in self.tracked)
+        return self.options.replicas == "split" and any(row.local.replicas for row in self.tracked)
 
     def ready_to_swap(self, decay: object, what: str, fn: Callable[[int], T]) -> T:
-        """fn(k) on every rank before weights are overwritten, or an error on all: also where some have made fewer
-        updates, or replicas that divide the work, and would overwrite each other's weights, have other ones. ``k``: the
-        place of the average that ``decay`` names."""
+        """Calls fn(k) on every rank before weights are overwritten, or raises on all. It raises too where some ranks
+        have made fewer updates, or where replicas that divide the work, and would overwrite each other's weights, have
+        different ones. ``k``: the index of the average that ``decay`` names."""
 
         def prepare() -> Step[T]:
             made = fn(choose(self.keys, decay))
             weights = [common_of(row.local) for row in self.tracked_weights()] if self.splits else []
-            way_out = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
-            return Step(made, [equal_copies(what, weights, self.ranks, way_out), self.states(what, decay=decay)])
+            remedy = f'{DIFFERENT_WEIGHTS}. With replicas="copy" each rank averages, and swaps, its own'
+            return Step(made, [equal_copies(what, weights, self.ranks, remedy), self.states(what, decay=decay)])
 
         return self.ranks.step(what, prepare)
 
     def _raise_non_finite(self) -> None:
-        """With several ranks: one that raised alone, in update(), would leave the others waiting."""
+        """Raises for NaN and Inf that updates met, with several ranks: a rank that raised alone, in update(), would
+        leave the others waiting."""
         if self.options.nonfinite != "raise" or self.ranks.size == 1 or (met := self.engine.non_finite()) is None:
             return
         self.engine.forget_non_finite()
@@ -166,8 +164,7 @@ class ModelAverages:
         raise invalid(f"{where} were NaN or Inf, first in '{name}' (nonfinite='raise'); their averages were held")
 
     def states(self, what: str, **facts: Any) -> _core.EqualStates:
-        """Returns the comparison of the averages' states on their ranks, and of what the call was asked for. May
-        raise."""
+        """Returns the comparison of the averages' states on their ranks, and of the call's arguments. May raise."""
         self._raise_non_finite()
         if "decay" in facts:
             facts["decay"] = self.keys[choose(self.keys, facts["decay"])]
@@ -178,8 +175,9 @@ class ModelAverages:
     def handing_out(
         self, what: str, others: Callable[[], Iterable[LocalTensor]] | None = None, **facts: Any
     ) -> Step[_core.EqualStates]:
-        """Returns the step before one rank's bytes stand for all that hold the same; its value has the state of all
-        ranks in the end. ``others``: what of the model is handed out too, wherever it lies now. May raise."""
+        """Returns the step before one rank's bytes are used for all ranks that hold the same; its value has the state
+        of all ranks in the end. ``others``: tensors of the model that are handed out too, wherever they lie now. May
+        raise."""
         common = self.handed_out(what)
         if others is not None:
             self.swap.ready(what)
@@ -190,14 +188,13 @@ class ModelAverages:
         return Step(states, [equal_copies(what, common, self.ranks), states])
 
     def tracked_weights(self) -> list[Tracked]:
-        """Without buffers, of which each rank has its own: batch statistics."""
+        """Returns the tracked tensors without buffers, of which each rank has its own: batch statistics."""
         weights = set(self.view.parameters)
-        return [one for one in self.tracked if one.local in weights]
+        return [row for row in self.tracked if row.local in weights]
 
     def handed_out(self, what: str) -> list[Common | None]:
-        """Returns what other ranks should have too: averages, or where ranks divide them the weights that they follow.
-        May raise.
-        """
+        """Returns the tensors that other ranks should have too: averages, or where ranks divide them the weights that
+        they follow. May raise."""
         self.swap.refuse(what)
         if self.ranks.size == 1:
             return []
@@ -212,11 +209,12 @@ class ModelAverages:
     # ---- training
 
     def update(self, step: int | None, samples: float, attached: bool = False) -> None:
-        """``attached``: an optimizer's step follows, which the swap guard holds until the weights are read."""
+        """Makes one update. ``attached``: an optimizer's step follows, which the swap guard holds until the weights are
+        read."""
         self._begin_update(lambda: self.engine.update(step, samples)[1], attached)
 
     def update_attached(self, samples: Samples | None, at_once: bool) -> None:
-        """After an optimizer's step; ``at_once``: before its next one. ``samples``: see EMA.attach()."""
+        """Updates after an optimizer's step, or with ``at_once`` before its next one. ``samples``: see EMA.attach()."""
         if samples is None:
             seen = 0.0
         elif callable(samples):
@@ -226,9 +224,8 @@ class ModelAverages:
         self.update(None, seen, attached=not at_once)
 
     def _begin_update(self, update: Callable[[], int], attached: bool = False) -> None:
-        """``update()`` tells how many weights were not finite. Buffers are written by the next forward, before any
-        step.
-        """
+        """Calls ``update()``, which returns how many weights were not finite. The next forward writes buffers, before
+        any step."""
         self.ready_to_update()
         if overlapped := self.options.overlap or self.offloaded:
             read(self.swap)
@@ -251,7 +248,7 @@ class ModelAverages:
         self.engine.prepare_replay(step, samples)
 
     def wait(self) -> None:
-        """Until an update in the background has ended."""
+        """Waits until an update in the background has ended."""
         self._engine.wait()
 
     def __del__(self) -> None:
@@ -264,11 +261,11 @@ class ModelAverages:
 
     @torch.no_grad()
     def update_by(self, decay: float, weight: float) -> None:
-        """update() by somebody else's schedule: the compat classes of other libraries have their own."""
+        """Updates by the schedule of another library, which its compat class computes."""
         self._begin_update(lambda: self.engine.update_by([(decay, weight)]))
 
     def _written(self) -> None:
-        """The averages were, or are being in the background."""
+        """Reports to the teacher that the averages were written, or are being written in the background."""
         if self.teacher is not None:
             self.teacher.written()
 
@@ -302,7 +299,7 @@ class ModelAverages:
             try:
                 self.wait()
             except errors.Error:
-                # Averages that such an update has left half done are refused to all other calls.
+                # All other calls refuse averages that such an update has left half done.
                 self._engine.reset()
             self.swap.ready("reset()")
             return Step(None, [self.states("reset()")])
@@ -314,7 +311,7 @@ class ModelAverages:
         self._warned = False
 
     def go_on_from(self, history: UpdateHistory) -> None:
-        """Counters have been replaced: what snapshots are taken from here on is said anew."""
+        """Takes the history of replaced counters; the next snapshot() looks at its directory anew."""
         self.snapshots.clear()
         self.history = history
         self._written()
@@ -322,7 +319,8 @@ class ModelAverages:
     # ---- their values
 
     def averages(self, k: int = 0) -> dict[str, torch.Tensor]:
-        """This rank's part of each average by name, its own memory: whole tensors, or pieces."""
+        """Returns this rank's part of each average by name, the average's own memory: whole tensors, or partial
+        tensors."""
         self.swap.refuse("state_dict()")
         return {
             row.name: row.averages[k].view(tuple(row.region.shape))
@@ -373,7 +371,7 @@ class ModelAverages:
         return float(self.ranks.step("distance()", prepare).total)
 
     def begin(self) -> None:
-        """The averages become the weights; counters stay. Local."""
+        """Copies the weights into the averages; counters stay. Local."""
         self.ready_to_update()
         self.engine.reset()
         self._written()
@@ -384,14 +382,13 @@ class ModelAverages:
         return [[LocalShard(row.name, row.averages[k], row.region) for row in self.tracked] for k in ks]
 
     def parts(self, k: int = 0, saving: bool = False) -> list[LocalShard]:
-        """This rank's part of each average, as files and gatherers take it. ``saving``: of those that are saved from
-        this rank.
-        """
+        """Returns this rank's part of each tensor of average ``k``, as files and gatherers take it. ``saving``: only
+        those that this rank saves."""
         pairs = zip(self._parts[k], self.tracked, strict=True)
         return [part for part, row in pairs if not saving or row.local.counts_on(self.ranks.rank)]
 
     def held(self, k: int = 0, complete: bool = False, saving: bool = False) -> LocalState:
-        """Returns this rank's part of average ``k``; ``complete``: and of all else that a complete model has.
+        """Returns this rank's part of average ``k``; ``complete``: also of all else that a complete model has.
         ``saving``: as parts()."""
         others = [local for local in self.others() if not oddity(local.tensor)] if complete else []
         counted = (local for local in others if not saving or local.counts_on(self.ranks.rank))
@@ -400,12 +397,12 @@ class ModelAverages:
         return LocalState(parts, names, self.ranks.process_group)
 
     def others(self) -> list[LocalTensor]:
-        """What a complete model has beside the averages."""
+        """Returns the tensors that a complete model has beside the averages."""
         self.view.reshard()
-        averaged = {one.name for one in self.tracked}
+        averaged = {row.name for row in self.tracked}
         buffers = self.view.buffers if self.options.buffers != "ignore" else []
-        others = [one for one in [*self.view.parameters, *buffers] if one.name not in averaged]
-        refuse_foreign("handing out a complete model", lambda: [one.tensor for one in others], self.swap)
+        others = [local for local in [*self.view.parameters, *buffers] if local.name not in averaged]
+        refuse_foreign("handing out a complete model", lambda: [local.tensor for local in others], self.swap)
         return others
 
     def to_copy(self, how: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -413,14 +410,14 @@ class ModelAverages:
         if self.teacher is not None:
             raise unsupported(f"an EMA can't be {how} whose averages are a teacher's; make an EMA of copies of both")
         if self.view.process_group is not None:
-            way_out = "Save it with save(), or take its state_dict() and load that into another EMA of such a model"
-            raise unsupported(f"an EMA on {self.ranks.size} ranks can't be {how}: each has a part. {way_out}")
+            remedy = "Save it with save(), or take its state_dict() and load that into another EMA of such a model"
+            raise unsupported(f"an EMA on {self.ranks.size} ranks can't be {how}: each has a part. {remedy}")
         return self.view.model, {**self.arguments, "decay": self.engine.schedules}
 
 
 def _squares(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> Combined:
-    """Returns what makes |average - weights| / |weights| of all ranks' squares, as text; every element counted on one
-    rank, by its owner."""
+    """Returns the squares from which all ranks compute |average - weights| / |weights|, as text; each element is
+    counted on one rank, its owner."""
     apart, length = 0.0, 0.0
     for row in tracked:
         if not _owned(row, ranks):
@@ -438,8 +435,8 @@ def _squares(tracked: Sequence[Tracked], k: int, ranks: RankGroup) -> Combined:
 
 
 def _owned(row: Tracked, ranks: RankGroup) -> bool:
-    """Returns False for what another rank counts: copies on all replicas but the first, and whole tensors that every
-    rank holds."""
+    """Returns False for tensors that another rank counts: copies on all replicas but the first, and whole tensors that
+    every rank holds."""
     divided = row.stretched or row.region.size < row.local.region.size
     copied = not divided and any(index > 0 for _, index, _ in row.local.replicas)
     return row.local.counts_on(ranks.rank) and not copied

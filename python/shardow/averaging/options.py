@@ -1,4 +1,4 @@
-"""What an EMA was asked for, checked before anything is built."""
+"""Options of an EMA, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ class Options:
 
     @property
     def to_nearest(self) -> bool:
-        """Averages have 16 bits, rounded as PyTorch rounds: the engine has no kernels for them."""
+        """Whether averages have 16 bits and are rounded as PyTorch rounds; the engine has no kernels for these."""
         return self.dtype.itemsize == 2 and self.rounding == "nearest"
 
     def chosen(self, view: ModelView) -> list[LocalTensor]:
-        """Parameters, and buffers where they are averaged, in the model's order."""
-        chosen = [one for one in view.parameters if self.wants(one)]
+        """Returns the parameters that are averaged, and buffers where they are too, in the model's order."""
+        chosen = [weight for weight in view.parameters if self.wants(weight)]
         if not chosen:
             raise invalid(f"no parameter is averaged: params={self.params!r} chose none of {len(view.parameters)}")
         if self.averages_buffers:
             view.watch_buffers = True
-            buffers = [one for one in view.buffers if one.tensor.is_floating_point()]
+            buffers = [buffer for buffer in view.buffers if buffer.tensor.is_floating_point()]
             if callable(self.buffers):
                 buffers = [buffer for buffer in buffers if self.buffers(buffer.name, buffer.tensor)]
             if buffers and self.overlap:
@@ -77,8 +77,9 @@ class Options:
         return chosen
 
     def engine(self, alone: bool, offloaded: bool, keep_values: bool) -> _core.AverageOptions:
-        """``alone``: no other rank would wait for one that raises in an update. ``offloaded``: all averages are, which
-        the engine keeps in the background anyway; a step would wait for the whole of an overlapped update."""
+        """Returns the engine's options. ``alone``: no other rank would wait for one that raises in an update.
+        ``offloaded``: the engine keeps all averages in the background anyway; a step would wait for the whole of an
+        overlapped update."""
         holds = self.nonfinite == "raise" and not alone
         # `raise` is a keyword of Python.
         non_finite = "hold" if holds else self.nonfinite.replace("raise", "raise_")
@@ -102,16 +103,15 @@ _BOUNDS = {
 _ROUNDING: dict[Stochastic, str] = {"auto": "auto", True: "stochastic", False: "nearest"}
 
 
-def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: Any, **asked: Any) -> Options:
-    """``asked``: what goes into Options as it is. Raises ValueError for what is out of range, for momentum= a TypeError
-    too.
-    """
+def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: Any, **fields: Any) -> Options:
+    """Returns checked options. ``fields``: those of Options that are taken as they are. Raises ValueError for what is
+    out of range, which is a TypeError too for momentum=."""
     if momentum is not None:
         hint = ""
         if isinstance(momentum, float):
             hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
         raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
-    asked["dtype"] = dtype = getattr(torch, asked["dtype"], None) if type(asked["dtype"]) is str else asked["dtype"]
+    fields["dtype"] = dtype = getattr(torch, value, None) if type(value := fields["dtype"]) is str else value
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise invalid(f"dtype={dtype}; give one of {', '.join(map(str, DTYPES))}; torch.float32 fits all weights")
     if dtype.itemsize == 2:
@@ -119,13 +119,13 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
         noise = "carry 0.5 to 1.6 % of noise, stochastically rounded"
         warn(f"averages in {dtype} {noise if stochastic else lost}; torch.float32 is the default for a reason")
     for name, words in _WORDS.items():
-        if name not in _PREDICATES or not callable(asked[name]):
-            one_of(name, asked[name], words)
+        if name not in _PREDICATES or not callable(fields[name]):
+            one_of(name, fields[name], words)
     for name, (least, most) in _BOUNDS.items():
-        asked[name] = whole(name, asked[name], least, most)
+        fields[name] = whole(name, fields[name], least, most)
     return Options(
         schedules=as_schedules(decay),
         device=None if device is None else device_of(device),
         rounding=_ROUNDING[one_of("stochastic", stochastic, tuple(_ROUNDING))],
-        **asked,
+        **fields,
     )

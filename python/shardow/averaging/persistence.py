@@ -37,7 +37,7 @@ def to_save(
     averages: ModelAverages, what: str, max_shard_size: int | str | None, metadata: Metadata,
     dtype: torch.dtype | str | None = None, named: bool = False,
 ) -> engine.SaveStep:  # fmt: skip
-    """Returns what a save of averages finds on this rank. May raise."""
+    """Returns this rank's step of a save of averages. May raise."""
     handing = averages.handing_out(what)
     if max_shard_size is not None and len(averages.keys) > 1:
         raise invalid(f"{what}: max_shard_size= goes with one decay; of several, each average has one file")
@@ -57,31 +57,31 @@ def snapshot(
     progress: Progress | None,
 ) -> Report | SaveHandle | None:  # fmt: skip
     """See EMA.snapshot()."""
-    where = Path(paths.to_write(directory))
+    path = Path(paths.to_write(directory))
     every = whole("every", every, 1)
     chosen = dtypes.floating(dtype)
     if chosen is not None and chosen.itemsize < 2:
         raise invalid(f"{history.WHAT}: dtype={dtype}; snapshots are float32, bfloat16, float16 or float64")
-    now = history.Counts(*averages.engine.progress)
-    if now.step < averages.history.seen.step:
-        averages.go_on_from(history.UpdateHistory())  # it has begun again
-    mine = averages.snapshots.get(where)
-    if mine is None:
-        mine = averages.snapshots[where] = Snapshots(where, averages, now.step)
-    averages.history.see(now)
-    if now.step == 0 or now.step // every <= mine.last // every:  # none is due
+    counts = history.Counts(*averages.engine.progress)
+    if counts.step < averages.history.seen.step:
+        averages.go_on_from(history.UpdateHistory())  # the averages have begun again
+    snapshots = averages.snapshots.get(path)
+    if snapshots is None:
+        snapshots = averages.snapshots[path] = Snapshots(path, averages, counts.step)
+    averages.history.extend(counts)
+    if counts.step == 0 or counts.step // every <= snapshots.last // every:  # none is due
         return None
 
     def find() -> engine.SaveStep:
         if averages.ranks.rank == 0:
-            mine.check(now.step)
+            snapshots.check(counts.step)
         step = to_save(averages, history.WHAT, None, None, dtype, named=True)
         _refuse_infinite(step.value.files, chosen)
         return step
 
-    call = engine.SaveCall(find, where / directory_of(now.step), averages.ranks, history.WHAT, progress)
+    call = engine.SaveCall(find, path / directory_of(counts.step), averages.ranks, history.WHAT, progress)
     saved = call.write_in_background() if asynchronous else call.write()
-    mine.last = now.step
+    snapshots.last = counts.step
     return saved
 
 
@@ -97,22 +97,22 @@ def directory_of(step: int) -> str:
 
 
 class Snapshots:
-    """Those of one EMA in one directory, from here on. Construction is collective."""
+    """The snapshots of one EMA in one directory, from here on. Construction is collective."""
 
     def __init__(self, directory: Path, averages: ModelAverages, step: int) -> None:
         self._directory, self._averages = directory, averages
-        looked = json.loads(averages.ranks.on_first(history.WHAT, lambda: self._look(step)))
-        self.last: int = looked["last"]  # what comes next is due after this
+        listing = json.loads(averages.ranks.on_first(history.WHAT, lambda: self._list(step)))
+        self.last: int = listing["last"]  # the next snapshot is due after this step
         # Snapshots of other runs, which this one replaces as it comes to their steps.
-        self._strange = {(at, run) for at, run in looked["strange"]}
+        self._strange = {(at, run) for at, run in listing["strange"]}
         updates = averages.history
         if not updates.begun:
             state = averages.engine.state()
-            averages.ranks.agree(history.WHAT, lambda: updates.begin(state, averages.keys, looked["run"]))
+            averages.ranks.agree(history.WHAT, lambda: updates.begin(state, averages.keys, listing["run"]))
         updates.replace({run for _, run in self._strange if run})
 
     def check(self, step: int) -> None:
-        """Raises where somebody else has come to write here. Of one rank."""
+        """Raises where another EMA or job has begun to write here. For one rank."""
         for at in (self.last, step):
             run, *_ = _snapshot_at(self._directory, at)
             if run and run not in self._averages.history.runs() and (at, run) not in self._strange:
@@ -121,8 +121,8 @@ class Snapshots:
                     "since this one began: give each a directory of its own"
                 )
 
-    def _look(self, step: int) -> bytes:
-        """Returns as JSON what rank 0 sees, and the name of this run."""
+    def _list(self, step: int) -> bytes:
+        """Returns as JSON the snapshots that rank 0 sees, and the name of this run."""
         updates, last, strange = self._averages.history, step - 1, []
         own = updates.record()
         for at in sorted(paths.numbered(self._directory, "snapshot")):
@@ -130,7 +130,7 @@ class Snapshots:
             if at <= step and record and _core.is_past(record, own, at):
                 last = at
                 continue
-            # Those of its own run, after the state that it goes on from, may be of decays that it had then.
+            # This run's snapshots after the state that it goes on from may be of decays that it had then.
             if record and run not in updates.runs() and set(keys) != set(self._averages.keys):
                 names, kept = ", ".join(keys), ", ".join(self._averages.keys)
                 raise invalid(
@@ -142,14 +142,14 @@ class Snapshots:
 
 
 def _snapshot_at(directory: Path, step: int) -> tuple[str, str, list[str]]:
-    """Returns the name of the process that took a snapshot, its record and what its averages are called; "" for a
-    process without a name, and all empty where no snapshot is."""
+    """Returns the name of the process that took a snapshot, its record and the keys of its averages; "" for a process
+    without a name, and all empty where there is no snapshot."""
     at = directory / directory_of(step)
     try:
         files = _core.ema_files_in(at)
         record = _core.Checkpoint.open(at / next(iter(files.values()))).metadata[_core.RECORD_KEY]
     except (StopIteration, KeyError, errors.Error):
-        # Neither ours nor whole: it is replaced where this run comes to its step.
+        # Not ours, or not whole: this run replaces it where it comes to its step.
         return "", "", []
     _core.is_past(record, record, 0)  # raises where it is damaged
     return ["", *(segment["run"] for segment in json.loads(record)["segments"])][-1], record, list(files)
@@ -158,7 +158,7 @@ def _snapshot_at(directory: Path, step: int) -> tuple[str, str, list[str]]:
 def _files(
     averages: ModelAverages, state: str, metadata: Mapping[str, str], named: bool = False
 ) -> list[engine.FileParts]:
-    """Returns one file for each average, which the engine names, or is ``named`` by its key in any case."""
+    """Returns one file for each average, named by the engine, or with ``named`` by its key in any case."""
     record, files = averages.history.to_save(averages.engine, averages.keys), []
     for k, (name, texts) in enumerate(_core.ema_files(averages.engine, state)):
         called = _core.ema_file_name(averages.keys[k]) if named else name
@@ -175,8 +175,8 @@ def load(
     loading = _FileLoad(averages, path, bool(strict), bool(verify), options)
     with contextlib.ExitStack() as loading.begun:
         reports = loading.run(path, averages.ranks, verify=bool(verify), progress=progress)
-    names = {list_: [*dict.fromkeys(chain(*(one[list_] for one in reports)))] for list_ in ("missing", "unexpected")}
-    bytes_read, seconds = sum(one["bytes_read"] for one in reports), max(one["seconds"] for one in reports)
+    names = {key: [*dict.fromkeys(chain(*(report[key] for report in reports)))] for key in ("missing", "unexpected")}
+    bytes_read, seconds = sum(report["bytes_read"] for report in reports), max(report["seconds"] for report in reports)
     return {**names, "bytes_read": bytes_read, "seconds": seconds}
 
 
@@ -184,7 +184,7 @@ def export(
     averages: ModelAverages, path: paths.StrPath, dtype: torch.dtype | str | None, max_shard_size: int | str | None,
     decay: Decay | None, progress: Progress | None, metadata: Metadata, pretrained: bool = False,
 ) -> Report:  # fmt: skip
-    """See EMA.export(). ``pretrained``: tensors are those of transformers' save_pretrained()."""
+    """See EMA.export(). ``pretrained``: with the tensors of transformers' save_pretrained()."""
     ranks = averages.ranks
 
     def find() -> engine.SaveStep:
@@ -205,7 +205,7 @@ def export(
 
 
 class _FileLoad(engine.Load):
-    """EMA.load() of one rank."""
+    """One rank's part of EMA.load()."""
 
     begun: contextlib.ExitStack
 
@@ -235,12 +235,12 @@ class _FileLoad(engine.Load):
 def to_save_beside(
     averages: ModelAverages, what: str, metadata: Mapping[str, str], savers: RankGroup, state: str | None
 ) -> dict[str, engine.FileParts]:
-    """Returns by key the files of averages in a directory that has others; ``savers``: who saves that. ``state``:
-    that of all ranks, which have compared it; None where averages have other ranks. Collective then."""
+    """Returns by key the files of averages in a directory that has other files; ``savers``: the ranks that save those.
+    ``state``: that of all ranks, which have compared it; None where averages have other ranks. Collective then."""
     if state is None:
         state = averages.ranks.step(what, lambda: averages.handing_out(what)).state
     files = _files(averages, state, metadata, named=True)
-    if averages.ranks.size < savers.size:  # each rank of its own: they must have the same
+    if averages.ranks.size < savers.size:  # each rank averages alone: all must have the same averages
 
         def prepare() -> Step[None]:
             common = [common_of(row.local, average) for row in averages.tracked_weights() for average in row.averages]

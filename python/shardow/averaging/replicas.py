@@ -1,8 +1,8 @@
-"""Replicas send each other the parts of the weights that each of them owns, in bounded buckets of torch collectives.
+"""Exchanges the parts of the weights that replicas own, in bounded buckets of torch collectives.
 
-An optimizer cuts its masters as it likes, and a rank may have a tensor whole, its end, or nothing. So ranks tell each
-other once, at construction, who averages which stretch of what; together they must have every element on one rank. A
-swap then exchanges by that table rather than by equal parts."""
+An optimizer divides its master weights as it likes: a rank may have a tensor whole, its end, or nothing. At
+construction ranks tell each other once who averages which stretch of what; together they must have every element on one
+rank. A swap then exchanges by that table rather than by equal parts."""
 
 from __future__ import annotations
 
@@ -33,66 +33,65 @@ EXCHANGED = 32 << 20  # bytes that all members of a group send in one round
 
 @dataclass
 class _Step:
-    """One collective of ``group``: ``pieces[member]`` are views of the local memory that ``member`` owns, ``buffers`` a
-    row for each member, and the last, which is sent."""
+    """One collective of ``group``: ``pieces[member]`` are views of the local memory that ``member`` owns; ``buffers``
+    has a row for each member, and a last one, which is sent."""
 
     group: dist.ProcessGroup
     index: int
     pieces: list[list[torch.Tensor]]
-    strided: list[tuple[LocalTensor, torch.Tensor]]  # with the copy in order that pieces are views of
+    strided: list[tuple[LocalTensor, torch.Tensor]]  # each with its copy in order, which pieces are views of
     buffers: torch.Tensor
 
 
 class ReplicaExchange:
-    """Afterwards every replica's memory holds every owner's part. Made before ranks agree to begin: takes all the
+    """Brings every owner's part into every replica's memory. It is made before ranks agree to begin, and takes all the
     memory that run() needs. Nested replica groups are undone from the innermost: each level's whole is the next level's
-    part. What arrives passes through buffers, so that what arrives too late is written nowhere."""
+    part. Received parts pass through buffers, so that what arrives too late is written nowhere."""
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
         self._steps = list(_steps(tracked))
 
     def run(self, seconds: float, writes: Callable[[], None] = lambda: None) -> None:
-        """Collective among replicas. ``writes()`` is called before memory that others own is first written. Raises
-        ConnectionError and TimeoutError where a replica is gone. Signals wait for the end, or for a second, since
-        others wait for what this rank sends.
-        """
+        """Exchanges; collective among replicas. ``writes()`` is called before memory that others own is first written.
+        Raises ConnectionError or TimeoutError where a replica is gone. Signals are deferred until the end, or for a
+        second, since others wait for what this rank sends."""
         deadline = time.monotonic() + seconds
         with DeferredSignals():
             for step in self._steps:
                 self._gather(step, deadline, seconds)
                 writes()
-                self._take(step)
+                self._put(step)
 
     def _gather(self, step: _Step, deadline: float, seconds: float) -> None:
         others = [rank for rank in dist.get_process_group_ranks(step.group) if rank != dist.get_rank()]
-        otherwise = f"parts of the weights that rank(s) {others} own did not all arrive"
+        failure = f"parts of the weights that rank(s) {others} own did not all arrive"
         *received, sent = step.buffers
         for local, flat in step.strided:
             flat.copy_(local.tensor.reshape(-1))
-        at = 0
+        offset = 0
         for piece in step.pieces[step.index]:
-            sent[at : at + piece.numel()].copy_(piece)
-            at += piece.numel()
+            sent[offset : offset + piece.numel()].copy_(piece)
+            offset += piece.numel()
         options = until(AllgatherOptions(), sent, deadline - time.monotonic())
-        work = begun(lambda: step.group.allgather([[*map(_bytes, received)]], [_bytes(sent)], options), otherwise)
+        work = begun(lambda: step.group.allgather([[*map(_bytes, received)]], [_bytes(sent)], options), failure)
         pause = 2e-5
         while work is not None and not work.is_completed() and time.monotonic() < deadline and not impatient():
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
-        finish(work, 0.001 if impatient() else deadline - time.monotonic(), otherwise, seconds)
+        finish(work, 0.001 if impatient() else deadline - time.monotonic(), failure, seconds)
 
-    def _take(self, step: _Step) -> None:
+    def _put(self, step: _Step) -> None:
         for member, pieces in enumerate(step.pieces):
-            at = 0
+            offset = 0
             for piece in pieces if member != step.index else ():
-                piece.copy_(step.buffers[member][at : at + piece.numel()])
-                at += piece.numel()
+                piece.copy_(step.buffers[member][offset : offset + piece.numel()])
+                offset += piece.numel()
         for local, flat in step.strided:
             local.put(flat)
 
 
 def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
-    """The same on every replica, since replicas hold the same tensors."""
+    """Yields the collectives of an exchange, equal on every replica, since replicas hold the same tensors."""
     kinds: dict[Any, list[Tracked]] = {}
     for row in tracked:
         if row.local.replicas:
@@ -114,7 +113,8 @@ def _steps(tracked: Sequence[Tracked]) -> Iterator[_Step]:
 
 
 def _owners(row: Tracked, level: int) -> Owners:
-    """Who owns what of a tensor among the replicas of a level, which divide what the levels before left to them."""
+    """Returns which replica of a level owns which elements of a tensor. A level divides what the levels before left to
+    it."""
     if row.stretched:
         return row.owners
     *outer, (_, _, size) = row.local.replicas[: level + 1]
@@ -127,28 +127,28 @@ def _owners(row: Tracked, level: int) -> Owners:
 
 
 def rounds(tensors: Sequence[Owners], members: int, itemsize: int) -> Iterator[list[list[Piece]]]:
-    """Yields what each member of a replica group sends in each round, so that all have all of ``tensors``, of one
-    dtype; no list is empty. Small pieces share a round, whose latency is that of a hundred of them."""
+    """Yields the pieces that each member of a replica group sends in each round, so that all have all of ``tensors``,
+    of one dtype; no list is empty. Small pieces share a round, since its latency is that of a hundred of them."""
     queues: list[deque[Piece]] = [deque() for _ in range(members)]
     for i, owners in enumerate(tensors):
         for member, (begin, end) in owners.items():
             if begin < end:
                 queues[member].append((i, begin, end))
-    each = max(EXCHANGED // itemsize // members, 1)
+    most = max(EXCHANGED // itemsize // members, 1)
     while any(queues):
-        yield [_taken(queue, each) for queue in queues]
+        yield [_next_pieces(queue, most) for queue in queues]
 
 
-def _taken(queue: deque[Piece], room: int) -> list[Piece]:
-    taken: list[Piece] = []
+def _next_pieces(queue: deque[Piece], room: int) -> list[Piece]:
+    pieces: list[Piece] = []
     while queue and room:
         i, begin, end = queue.popleft()
         stop = min(end, begin + room)
-        taken.append((i, begin, stop))
+        pieces.append((i, begin, stop))
         room -= stop - begin
         if stop < end:
             queue.appendleft((i, stop, end))
-    return taken or [(0, 0, 0)]
+    return pieces or [(0, 0, 0)]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_out(what: str, tracked: Sequence[Tracked], ranks: RankGroup) -> None:
-    """Each stretched tensor learns which rank has which stretch of it. Collective. Raises ValueError on every rank
+    """Records in each stretched tensor which rank has which stretch of it. Collective. Raises ValueError on every rank
     where together they don't have every element once."""
     own = [
         (i, row.begin, row.begin + row.region.size)
@@ -171,31 +171,31 @@ def share_out(what: str, tracked: Sequence[Tracked], ranks: RankGroup) -> None:
     for rank, text in zip(job_ranks, ranks.gather(what, json.dumps(own).encode()), strict=True):
         for i, begin, end in json.loads(text):
             stretches[i][rank] = begin, end
-    ranks.agree(what, lambda: _take_in(tracked, stretches, job_ranks[ranks.rank]))
+    ranks.agree(what, lambda: _assign_owners(tracked, stretches, job_ranks[ranks.rank]))
 
 
-def _take_in(
+def _assign_owners(
     tracked: Sequence[Tracked], stretches: defaultdict[int, dict[int, tuple[int, int]]], own_rank: int
 ) -> None:
     for i, row in enumerate(tracked):
         if not row.stretched:
             continue
         if len(row.local.replicas) > 1:
-            way_out = "give whole masters, or one group of replicas"
-            raise unsupported(f"source= of '{row.name}' is a stretch, and replicas of it nest; {way_out}")
+            remedy = "give whole masters, or one group of replicas"
+            raise unsupported(f"source= of '{row.name}' is a stretch, and replicas of it nest; {remedy}")
         members = [own_rank] if not row.local.replicas else dist.get_process_group_ranks(row.local.replicas[0][0])
         row.owners = {members.index(rank): ends for rank, ends in stretches[i].items() if rank in members}
         _check_whole(row)
 
 
 def _check_whole(row: Tracked) -> None:
-    at = 0
+    covered = 0
     for begin, end in sorted(row.owners.values()):
-        if begin != at:
+        if begin != covered:
             break
-        at = end
+        covered = end
     else:
-        if at == row.local.region.size:
+        if covered == row.local.region.size:
             return
     had = ", ".join(f"[{begin}, {end})" for begin, end in sorted(row.owners.values())[:8]) or "none"
     size = row.local.region.size

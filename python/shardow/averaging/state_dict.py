@@ -1,4 +1,4 @@
-"""State dicts of averages: sharded states and whole tensors, handed to other code and taken back."""
+"""State dicts of averages: sharded states and whole tensors, handed to other code and loaded back."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def _engine_state(state: Mapping[str, Any]) -> str:
 def _check(
     state: Mapping[str, Any], parts: Sequence[Sequence[LocalShard]], keys: Sequence[str], strict: bool
 ) -> tuple[list[Copy], dict[str, list[str]]]:
-    """Returns what load_state_dict will copy into ``parts``, of each average, and the names that are missing and
-    unexpected. Raises with everything that does not fit, before anything is copied; unless ``strict``, names may
-    lack."""
+    """Returns the functions that copy ``state`` into ``parts``, of each average, and the names that are missing and
+    unexpected. Raises with everything that does not fit, before anything is copied; unless ``strict``, names may be
+    missing."""
     averages = state["averages"]
     by_key = {keys[0]: averages} if len(keys) == 1 else averages
     problems = [
@@ -104,8 +104,8 @@ def _check(
 
 
 def copies_of(parts: Iterable[LocalShard], state: Mapping[str, Any], fit: Fit[Any]) -> list[Copy]:
-    """Returns how the values of ``state`` that fit get into ``parts``; they are what slices like a tensor. A value that
-    is another part makes an entry of ``fit.elsewhere``."""
+    """Returns functions that copy into ``parts`` the values of ``state`` that fit; values need only slice like a
+    tensor. A value that is another part makes an entry of ``fit.elsewhere``."""
     wrong = {name for name, *_ in fit.different}
     copies: list[Copy] = []
     for part in parts:
@@ -127,7 +127,7 @@ def copies_of(parts: Iterable[LocalShard], state: Mapping[str, Any], fit: Fit[An
 
 
 class Taking:
-    """Averages that go on from saved ones: what one rank does in a load."""
+    """One rank's part of a load, after which its averages go on from saved ones."""
 
     def __init__(self, averages: ModelAverages, options: OptionsFrom) -> None:
         self._averages = averages
@@ -139,16 +139,16 @@ class Taking:
         return _core.taken_as([*saved], self._averages.keys, self._from, where)
 
     def look(self, metadata: Mapping[str, str], files: int, where: str) -> None:
-        """Raises for what does not fit. ``metadata``: of the first of so many files."""
+        """Raises for what does not fit. ``metadata``: that of the first of ``files`` files."""
         self._record, self._state = metadata.get(_core.RECORD_KEY), metadata.get(_core.STATE_KEY, "")
         history.check(self._record, files, where)
         self.loading.look(dict(metadata), files, where)
 
     @contextlib.contextmanager
     def begun(self, what: str, all_counts: bool = False) -> Iterator[None]:
-        """Takes the state, of what all ranks counted together this rank's part, or ``all_counts``. Warns on rank 0 of
-        options that are others now. Where the block, in which all read, raises, counters and options are what they
-        were."""
+        """Takes the state: of what all ranks counted together this rank's part, or all with ``all_counts``. Warns on
+        rank 0 of options that have changed. Where the block, in which all ranks read, raises, counters and options
+        become again what they were."""
         averages = self._averages
         self.loading.begin(0 if all_counts else averages.ranks.rank)
         try:
@@ -157,13 +157,13 @@ class Taking:
                     f"{name} is {_option_text(name, saved)} there and was {_option_text(name, before)} here"
                     for name, saved, before in self.loading.changed
                 )
-                now = "What is there is in force now (but the dtype, which stays)"
-                warn(f"{what}: {differences}. {now}; options='own' keeps what the EMA was made with")
+                notice = "What is there is in force now (but the dtype, which stays)"
+                warn(f"{what}: {differences}. {notice}; options='own' keeps what the EMA was made with")
             yield
         except BaseException:
             self.loading.give_up()
             raise
-        averages.go_on_from(history.taken(averages.engine, self._record, self._state, averages.keys))
+        averages.go_on_from(history.after_load(averages.engine, self._record, self._state, averages.keys))
 
 
 def _option_text(name: str, text: str) -> str:
@@ -187,8 +187,8 @@ def gather(averages: ModelAverages, decay: Decay | None, complete: bool) -> dict
 
 
 def _without_elements(averages: ModelAverages) -> dict[str, torch.Tensor]:
-    """Returns on rank 0 copies of what has no elements in memory (sparse, quantised): such tensors can't be put
-    together from parts, and no file holds them. Raises where each rank has a part of one."""
+    """Returns on rank 0 copies of tensors without elements in memory (sparse, quantised): these can't be put together
+    from parts, and no file holds them. Raises where each rank has a part of one."""
     odd = [local for local in averages.others() if oddity(local.tensor)]
     refuse_all_odd(local for local in odd if local.sharded and not local.replicas)
     first = averages.ranks.rank == 0

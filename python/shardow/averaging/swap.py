@@ -1,14 +1,14 @@
-"""The averages in the model's memory, and the weights back. The transaction is the engine's, numbered in
-src/average/swap.cc: its record is all that is known of a swap. Here is what it asks of the memory: where the model has
-its weights now, copies of strided ones, the exchange between replicas; and who must not run meanwhile.
+"""Swaps the averages into the model's memory, and the weights back. The engine runs the transaction, whose steps
+src/average/swap.cc numbers; its record is all that is known of a swap. This module does what the engine asks of the
+memory: it finds the model's weights, copies strided ones, and exchanges weights between replicas. It also refuses calls
+that must not run meanwhile.
 
-Signals wait for the end of what ranks do together, but for waits, where the others are told (``base.signals``). They
-are told too of one that comes before signals are held; of one in the few lines before that, which is as if it had come
-before the call, they learn from this rank's next collective call, or at their deadline.
+Signals are deferred until the collective ends. A rank interrupted in a wait notifies its peers (``base.signals``), as
+does one whose signal comes before signals are deferred. A signal in the few lines before that counts as one before the
+call: peers learn of it from this rank's next collective call, or at their deadline.
 
-Where replicas divide, the way back needs all of them: past the deadline, or where one is gone, the averages stay in the
-model, which the error says; restore() is the way back then.
-"""
+Where replicas divide the weights, the swap out needs all replicas. Past the deadline, or where a replica is gone,
+the averages stay in the model, and the error says so; restore() is the way back then."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ from shardow.sharding.changes import Move, find_moves, warn_of_casts
 from shardow.sharding.view import ModelView
 
 T = TypeVar("T")
-#: Makes a step of all ranks, or raises on all; its function takes the place of the average that is meant.
-Together = Callable[[str, Callable[[int], _core.PreparedSwap]], _core.PreparedSwap]
+#: Makes a step of all ranks, or raises on all; its function takes the index of the average.
+RunStep = Callable[[str, Callable[[int], _core.PreparedSwap]], _core.PreparedSwap]
 
 _LONGEST = 2000  # characters of an error that travel to other ranks
 _RESTORE = "to have the weights back, call restore() of the EMA on every rank that shares the model"
 
 
 class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
-    """The context manager of swapped(); no generator, since one that is interrupted ends when it is collected, at any
-    time.
-    """
+    """The context manager of swapped(). It is no generator: an interrupted generator ends when it is collected, at any
+    time."""
 
-    def __init__(self, swap: Swap, together: Together) -> None:
-        self._swap, self._together = swap, together
+    def __init__(self, swap: Swap, run_step: RunStep) -> None:
+        self._swap, self._run_step = swap, run_step
 
     def __enter__(self) -> None:
-        self._swap.enter(self._together)
+        self._swap.enter(self._run_step)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,11 +55,12 @@ class Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator
 
 
 class Swap:
-    """One EMA's: the memory of weights and averages, as the model has it and as the engine knows it. ``splits``:
-    replicas own parts of each other's weights. The engine alone knows whether, how far and why anything is swapped."""
+    """The swap of one EMA: the memory of weights and averages, as the model has it and as the engine knows it.
+    ``splits``: replicas own parts of each other's weights. The engine alone knows whether, how far and why anything is
+    swapped."""
 
     has_teacher = False
-    #: Gives follow_sources() what `source=` names where its owner has put that elsewhere.
+    #: Calls follow_sources() with the tensors of `source=` where their owner has moved them.
     find_sources: Callable[[Callable[[Mapping[str, Source]], None]], None] | None = None
 
     def __init__(
@@ -69,12 +69,12 @@ class Swap:
     ) -> None:  # fmt: skip
         self._engine, self._streams, self._tracked, self._view = engine, streams, tracked, view
         self._ranks, self._splits = ranks, splits
-        self._at = _core.SwapRanks(ranks.group, splits, ranks.timeout, ranks.whose)
+        self._swap_ranks = _core.SwapRanks(ranks.group, splits, ranks.timeout, ranks.whose)
         self._has_masters = any(weight.mastered for weight in tracked)
         self._exchange: ReplicaExchange | None = None  # the next one, with its memory
-        self._moves: list[Move] = []  # of the way back
-        self._versions: dict[str, int] = {}  # when the averages had come
-        self._written: list[str] = []  # since then
+        self._moves: list[Move] = []  # to the places that the weights have by now
+        self._versions: dict[str, int] = {}  # of the weights, once the averages were in their place
+        self._written: list[str] = []  # names of weights that the block wrote
         self._find_strided()
 
     @property
@@ -84,8 +84,8 @@ class Swap:
     # ---- what others see of it
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """The memory of the weights, of what is averaged in their place, and of the averages; in a swap also where the
-        model shows them by now."""
+        """Yields the memory of the weights, of the tensors averaged in their place, and of the averages; in a swap also
+        where the model shows them by now."""
         for weight in self._tracked:
             yield weight.local.tensor
             yield weight.source
@@ -97,14 +97,14 @@ class Swap:
         return self._view.parameter_objects()
 
     def finish_reading(self) -> None:
-        """Before the weights change: an update in the background has read them by then, in the order of torch's current
-        streams.
-        """
+        """Ensures that an update in the background has read the weights before they change, in the order of torch's
+        current streams."""
         self._follow_streams()
         self._engine.finish_reading()
 
     def refuse(self, what: str) -> None:
-        """refuse_swapped(). What follows reads averages or changes weights: an update in the background ends first."""
+        """Raises as refuse_swapped(), after an update in the background has ended: the caller reads averages or changes
+        weights."""
         self._engine.wait()
         self.refuse_swapped(what)
 
@@ -114,24 +114,23 @@ class Swap:
             return
         if why := self._engine.why_swapped:
             raise invalid(f"{what}: the model's memory still holds averages: {why}; {_RESTORE}")
-        way_out = (
+        remedy = (
             "leave the block, or call swap_out(), first. Where no block is open any more, one was interrupted; "
             f"{_RESTORE}"
         )
-        raise invalid(f"{what} inside swapped(): the model's memory holds the averages now; {way_out}")
+        raise invalid(f"{what} inside swapped(): the model's memory holds the averages now; {remedy}")
 
     def ready(self, what: str, writes: bool = False) -> None:
-        """The model's memory holds its weights, and the engine knows where. Raises otherwise. ``writes``: they are
-        written next. Local."""
+        """Ensures that the model's memory holds its weights, and that the engine knows where; raises otherwise.
+        ``writes``: they are written next. Local."""
         self.refuse(what)
         self._find_weights(what, writes)
         if writes:
             self._view.reshard(refuse_written=True)
 
     def ready_to_update(self) -> None:
-        """ready(), while an update may go on: the engine begins the next one before it tells what that one met, so that
-        none is lost.
-        """
+        """Does what ready() does while an update may go on: the engine begins the next one before it reports what that
+        one met, so that none is lost."""
         self.refuse_swapped("update()")
         self._find_weights("update()")
 
@@ -146,14 +145,14 @@ class Swap:
     # ---- the memory
 
     def rebind(self) -> None:
-        """Memory of the model that moved, or is unsharded for a while, is followed. Raises where more than memory has
-        changed.
-        """
+        """Follows memory of the model that moved, or is unsharded for a while. Raises where more than memory has
+        changed."""
         if (why := self.follow_moves()) is not None:
             raise invalid(why)
 
     def follow_moves(self) -> str | None:
-        """The engine reads where the weights lie now. Returns what else has changed of them; nothing has here then."""
+        """Has the engine read where the weights lie now. Returns what else has changed of them; then nothing changes
+        here."""
         self.refuse("following the model's memory")
         self._view.reshard()
         return None if self._view.unchanged() else self._view.follow_moves(self.bind)
@@ -167,7 +166,7 @@ class Swap:
         self.bind()
 
     def bind(self) -> None:
-        """The engine reads where the weights lie now."""
+        """Has the engine read where the weights lie now."""
         for weight in self._tracked:
             weight.follow()
         self._find_strided()
@@ -198,8 +197,8 @@ class Swap:
     # ---- what the engine asks of the memory in a swap
 
     def places(self, strict: bool) -> list[_core.TensorView]:
-        """Before the way back: all that could fail, and all memory; also on a rank that has its weights, whose parts
-        others need. The swap is undone in the memory that was swapped, which this EMA keeps alive."""
+        """Prepares the swap out: does all that could fail, and takes all memory; also on a rank that has its weights,
+        whose parts others need. The swap is undone in the memory that was swapped, which this EMA keeps alive."""
         self._moves = []
         if not self.swapped:
             self.rebind()
@@ -216,7 +215,7 @@ class Swap:
         return [] if unchanged else self._views()
 
     def exchange(self, writes: Callable[[], None], seconds: float) -> None:
-        """Replicas send each other the parts that they own."""
+        """Exchanges with the replicas the parts that they own."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.run(seconds, writes)
@@ -228,7 +227,7 @@ class Swap:
 
     @torch.no_grad()
     def written(self) -> None:
-        """All of the weights were: the model has them where it has its weights now."""
+        """Puts the weights, which are all back in their memory, where the model has its weights now."""
         for move in self._moves:
             move.target.copy_(move.weights.reshape(move.target.shape))
         self._versions = {}
@@ -236,23 +235,23 @@ class Swap:
 
     # ---- the transaction
 
-    def enter(self, together: Together) -> None:
-        """Where it raises the weights are back, or the engine knows how far they are not."""
-        uninterrupted(lambda: self._enter(together), lambda _: self._ranks.stopped("swapped()"), self.leave)
+    def enter(self, run_step: RunStep) -> None:
+        """Swaps in. Where it raises, the weights are back, or the engine knows how far they are not."""
+        uninterrupted(lambda: self._enter(run_step), lambda _: self._ranks.stopped("swapped()"), self.leave)
 
-    def _enter(self, together: Together) -> None:
-        prepared = together("swapped()", self._prepare)
+    def _enter(self, run_step: RunStep) -> None:
+        prepared = run_step("swapped()", self._prepare)
         try:
             swap_guard.enter(self)
             self._follow_streams()
-            self._engine.swap_in(prepared, self, self._at)
+            self._engine.swap_in(prepared, self, self._swap_ranks)
             self._versions = self._view.versions()
         except BaseException as error:
             self.leave(error, enters=True)
             raise
 
     def _prepare(self, k: int) -> _core.PreparedSwap:
-        """The bound tensors are the weights, but for masters."""
+        """Prepares the swap in of average ``k``. The bound tensors are the weights, except for master weights."""
         if self.has_teacher:
             raise invalid("swapped(): the averages are the teacher's weights; call the teacher")
         self.ready("swapped()", writes=True)
@@ -264,8 +263,8 @@ class Swap:
         return self._with_memory(lambda: self._engine.prepare_swap(k, weights))
 
     def leave(self, error: BaseException | None, enters: bool = False) -> None:
-        """``error``: what ends the block, or the way in, and what the caller raises; what else happens becomes a note
-        of it."""
+        """Swaps out. ``error``: the exception that ends the block, or the way in, and that the caller raises; a further
+        one becomes a note of it."""
 
         def run() -> None:
             text = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST]
@@ -279,10 +278,10 @@ class Swap:
                 else:  # before Python 3.11
                     warn(f"after {text}: {second}", RuntimeWarning)
 
-        uninterrupted(run, self.leave)  # what came too early for a wait is what ends the block
+        uninterrupted(run, self.leave)  # a signal before signals are deferred ends the block
 
     def out(self) -> None:
-        """swap_out()."""
+        """See EMA.swap_out()."""
         uninterrupted(self._out, self._stop_out)
 
     def _stop_out(self, stop: BaseException) -> None:
@@ -297,7 +296,7 @@ class Swap:
         self._leave("leaving swapped()")
 
     def restore(self, strict: bool = True) -> None:
-        """The way back from wherever it is needed. Collective where replicas own parts of the weights."""
+        """See EMA.restore(). Collective where replicas own parts of the weights."""
         uninterrupted(lambda: self._leave("restore()", restores=True, strict=bool(strict)), self._stop_restore)
 
     def _stop_restore(self, _: BaseException) -> None:
@@ -310,7 +309,7 @@ class Swap:
         was_swapped = self.swapped
         try:
             self._follow_streams()
-            self._engine.swap_out(self, self._at, call, error, enters, restores, strict)
+            self._engine.swap_out(self, self._swap_ranks, call, error, enters, restores, strict)
         except errors.Error as left:
             if self._splits and self.swapped:
                 gone = restores and isinstance(left, (TimeoutError, ConnectionError))
@@ -324,7 +323,7 @@ class Swap:
                     self._warn()
 
     def _warn(self) -> None:
-        """Says what has become of the weights in the block."""
+        """Warns of weights that were cast or written in the block."""
         warn_of_casts(self._moves)
         if self._written:
             more = f"'{self._written[0]}' and {len(self._written) - 1} more"

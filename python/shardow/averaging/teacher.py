@@ -1,5 +1,5 @@
-"""A teacher: averages in the parameters of a module that training calls, or in tensors that are given. There is no
-second set of them."""
+"""A teacher: averages in the parameters of a module that training calls, or in tensors of a mapping. There is no second
+set of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Teacher:
     """Averages in a teacher's own memory. Names are those of the student."""
 
     def __init__(self, teacher: Saveable, names: Names | None, begin: Begin) -> None:
-        """``begin``: whose values the averages have first."""
+        """``begin``: which of the two gives the averages their first values."""
         self.module, self._begin = teacher, begin
         self._name = names if callable(names) else lambda name: (names or {}).get(name, name)
 
@@ -118,12 +118,12 @@ class Teacher:
 
     def start(self, copy: Callable[[], None], wait: Callable[[], None] | None) -> None:
         """Gives the averages their first values, by ``copy()`` of the weights, when all ranks have a teacher that fits.
-        ``wait()``: what each forward does first."""
+        Each forward calls ``wait()`` first."""
         if self._begin == "student":
             self._copy((weight.name, weight.flat()) for weight in self._student.parameters)  # frozen weights
             copy()
         if wait is not None and self._held.view is not None:
-            for module in self._held.view.model.modules():  # a part may be called
+            for module in self._held.view.model.modules():  # a submodule may be called alone
                 module.register_forward_pre_hook(_Wait(wait), prepend=True)
 
     def _copy(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -141,7 +141,7 @@ class Teacher:
             )
 
     def refuse_optimizer(self, optimizer: Any) -> None:
-        """Raises where it would train the averages."""
+        """Raises where ``optimizer`` would train the averages."""
         parameters = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         if any(_teachers.get(address_of(getattr(p, "_local_tensor", p).detach())) is self for p in parameters):
             raise invalid(f"attach(): {type(optimizer).__name__} holds parameters of the teacher, which are averages")

@@ -1,5 +1,5 @@
-"""Averages that the engine has no kernels for, updated by PyTorch's own operations with the engine's numbers: on any
-device that PyTorch has, and 16-bit ones rounded to nearest anywhere."""
+"""Updates averages that the engine has no kernels for, by PyTorch's own operations with the engine's numbers: on any
+device that PyTorch has, and 16-bit averages rounded to nearest anywhere."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Tensors = list[torch.Tensor]
 
 #: As the engine numbers its forms (src/kernels/step.h); the first one copies, the last one rounds stochastically.
 _FORMS = ("copy", "lerp", "mul_add", "two_products", "difference", "fused_difference", "quotient", "stochastic")
-_AT_ONCE = 1 << 23  # elements: what is converted and masked beside the averages
+_AT_ONCE = 1 << 23  # elements that are converted and masked at a time, beside the averages
 
 
 class OtherMemory:
-    """Does the engine's work on tracked tensors, where their weights lie at each call: src/average/other_memory.h has
+    """Does the engine's work on tracked tensors, where their weights lie at each call; src/average/other_memory.h has
     the calls."""
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
@@ -48,7 +48,7 @@ class OtherMemory:
         self._kept.clear()
 
 
-class PartialTensor(NamedTuple):
+class RowRange(NamedTuple):
     """Elements [begin, end) of a row's part."""
 
     row: Tracked
@@ -64,21 +64,21 @@ class PartialTensor(NamedTuple):
 
 
 class Updater:
-    """``rows`` have averages of one dtype. Their weights are read where they lie at each call."""
+    """Updates ``rows``, whose averages have one dtype. Their weights are read where they lie at each call."""
 
     def __init__(self, rows: Sequence[Tracked]) -> None:
         self._rows = rows
         #: Pieces of one device and dtype, their parts of each average, and how many of their weights were not finite.
-        self._groups: list[tuple[list[PartialTensor], list[Tensors], torch.Tensor]] = []
+        self._groups: list[tuple[list[RowRange], list[Tensors], torch.Tensor]] = []
         kinds: dict[tuple[torch.device, torch.dtype], list[Tracked]] = {}
         for row in rows:
             kinds.setdefault((row.averages[0].device, row.source.dtype), []).append(row)
         for (device, _), alike in kinds.items():
             cuts = [(row, begin) for row in alike for begin in range(0, row.region.size, _AT_ONCE)]
-            pieces = [PartialTensor(row, begin, min(begin + _AT_ONCE, row.region.size)) for row, begin in cuts]
+            pieces = [RowRange(row, begin, min(begin + _AT_ONCE, row.region.size)) for row, begin in cuts]
             ends = itertools.accumulate(piece.end - piece.begin for piece in pieces)
             most = 1 if device.type == "cpu" else _AT_ONCE  # a CPU rounds 16 bits by where an element is in a tensor
-            groups: dict[int, list[PartialTensor]] = {}
+            groups: dict[int, list[RowRange]] = {}
             for piece, end in zip(pieces, ends, strict=True):
                 groups.setdefault(end // most, []).append(piece)
             for group in groups.values():
@@ -86,13 +86,13 @@ class Updater:
                 self._groups.append((group, parts, torch.zeros((), dtype=torch.int64, device=device)))
 
     def copy(self) -> None:
-        """The averages become the weights."""
+        """Copies the weights into the averages."""
         for row in self._rows:
             torch._foreach_copy_(row.averages, [row.sources()] * len(row.averages))
 
     def update(self, forms: Sequence[tuple[int, float, float]], hold: bool, seed: int, step: int) -> None:
-        """``forms``: (form, decay, weight) of each average. A group at a time is put together, since a device takes one
-        large operation sooner than many small ones. Waits for no device."""
+        """Updates by ``forms``: (form, decay, weight) of each average. Puts a group together at a time, since a device
+        takes one large operation sooner than many small ones. Waits for no device."""
         with DeferredSignals(), torch.no_grad():
             for pieces, parts, count in self._groups:
                 value = torch.cat([piece.of(piece.row.sources()) for piece in pieces]).to(parts[0][0].dtype)
@@ -120,8 +120,8 @@ class Updater:
 
 
 def apply(rule: str, averages: Tensors, values: Tensors, decay: float, weight: float) -> None:
-    """A rule of shardow.EMA on lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds them
-    first."""
+    """Applies a rule of shardow.EMA to lists of tensors. Numbers multiply one tensor at a time: _foreach_mul_() rounds
+    them first."""
     pairs = list(zip(averages, values, strict=True))
     if rule == "copy":
         torch._foreach_copy_(averages, values)
@@ -146,7 +146,7 @@ def apply(rule: str, averages: Tensors, values: Tensors, decay: float, weight: f
 
 
 def _lerp_with_noise(average: torch.Tensor, value: torch.Tensor, weight: float, noise: torch.Tensor) -> None:
-    """As src/kernels/arithmetic.h has it. ``average``: float32; ``noise``: 32 bits for each element."""
+    """Rounds as src/kernels/arithmetic.h does. ``average``: float32; ``noise``: 32 bits for each element."""
     difference = value - average
     binade = (average.view(torch.int32) & 0x7F800000).view(torch.float32)
     shift = binade * ((noise >> 15 | 1).float() * 2.0**-40)
@@ -154,7 +154,7 @@ def _lerp_with_noise(average: torch.Tensor, value: torch.Tensor, weight: float, 
 
 
 def _noise(region: _core.Region, key: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """The bits of src/kernels/noise.h for the region's elements by their places in the global tensor, int32."""
+    """Returns the bits of src/kernels/noise.h for the region's elements by their places in the global tensor, int32."""
     start, mix = map(_signed, key)
     x = _places(region, device) * _signed(0x9E3779B9) + start
     x = (x ^ (x >> 16 & 0xFFFF)) * _signed(0x7FEB352D)
@@ -167,7 +167,7 @@ def _signed(word: int) -> int:
 
 
 def _places(region: _core.Region, device: torch.device) -> torch.Tensor:
-    """Global indices of the region's elements, int32."""
+    """Returns the global indices of the region's elements, int32."""
     shape = list(region.shape)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     parts = []

@@ -1,6 +1,5 @@
-"""What is averaged: each tensor's local memory, the part of it that this rank averages, and the averages' own memory.
-And what is not.
-"""
+"""Tensors that are averaged: their local memory, the part of it that this rank averages, and the averages' own memory.
+Also tensors that are not."""
 
 from __future__ import annotations
 
@@ -47,16 +46,16 @@ def arena(
 
 
 def _memory(size: int, device: torch.device) -> torch.Tensor | mmap.mmap:
-    """Bytes, uninitialised. On a CPU a mapping of its own, whose pages take memory when they are written first."""
+    """Returns uninitialised bytes. On a CPU they are a separate mapping, whose pages take memory when they are first
+    written."""
     if device.type == "cpu":
         return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """``count`` elements. From a mapping, a tensor with a storage of just its size, so that torch.save() writes no more
-    than that.
-    """
+    """Returns ``count`` elements. From a mapping, they have a storage of just their size, so that torch.save() writes
+    no more."""
     if isinstance(memory, torch.Tensor):
         return memory[begin : begin + count * dtype.itemsize].view(dtype)
     if count == 0:
@@ -64,7 +63,7 @@ def _slice(memory: torch.Tensor | mmap.mmap, begin: int, count: int, dtype: torc
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
 
 
-#: Of `source=`: a tensor of the parameter's local shape, or a stretch: (tensor, first, "global" or "local").
+#: A value of `source=`: a tensor of the parameter's local shape, or a stretch: (tensor, first, "global" or "local").
 Source = torch.Tensor | tuple[torch.Tensor, int] | tuple[torch.Tensor, int, str]
 
 
@@ -79,9 +78,9 @@ def _placed(local: LocalTensor, tensor: torch.Tensor, first: int, counted: str =
     if counted == "global" and first >= 0:
         begin, end = local.region.position(begin), local.region.position(end)
     if counted not in ("global", "local") or begin < 0 or end - begin != size or end > local.region.size:
-        asked = f"elements [{first}, {first + size}), counted {counted}"
+        stretch = f"elements [{first}, {first + size}), counted {counted}"
         holds = f"are not all on this rank, which holds {local.region}; they are counted 'global' or 'local'"
-        raise invalid(f"source= of '{local.name}': {asked}, {holds}")
+        raise invalid(f"source= of '{local.name}': {stretch}, {holds}")
     return local.region.window(begin, end), begin
 
 
@@ -95,7 +94,7 @@ class Tracked:
     region: _core.Region
     begin: int
     _master: torch.Tensor | None = None  # what `source=` names, 1-D
-    stretched: bool = False  # with this rank's region alone, as an optimizer cut it: `source` is that
+    stretched: bool = False  # an optimizer divides it: `source` has this rank's region alone
     # By replica, (begin, end) in local memory of a stretched tensor.
     owners: dict[int, tuple[int, int]] = field(default_factory=dict)
     averages: list[torch.Tensor] = field(default_factory=list)
@@ -114,21 +113,21 @@ class Tracked:
 
     @property
     def mastered(self) -> bool:
-        """`source=` names it."""
+        """Whether `source=` names it."""
         return self._master is not None
 
     @property
     def source(self) -> torch.Tensor:
-        """What is averaged, all of the local region."""
+        """The tensor that is averaged, all of the local region."""
         return self.local.tensor if self._master is None else self._master
 
     @property
     def is_whole(self) -> bool:
-        """No other rank averages a part of it."""
+        """Whether no other rank averages a part of it."""
         return self.region == _core.Region.whole(list(self.region.shape))
 
     def follow(self) -> None:
-        """After the model's memory has moved."""
+        """Follows the model's memory after a move."""
         refuse_unaverageable(self.local)
         self._find_source()
 
@@ -154,15 +153,15 @@ class Tracked:
             place(self.stage, self._window(), self.local.tensor)
 
     def weights(self) -> torch.Tensor:
-        """The part of the live weights that this rank averages, 1-D: a view, or the stage."""
+        """Returns the part of the live weights that this rank averages, 1-D: a view, or the stage."""
         return self._part(self.local.tensor.view(-1)) if self.stage is None else self.stage
 
     def sources(self) -> torch.Tensor:
-        """The same part of what is averaged: where the engine reads."""
+        """Returns the same part of the tensor that is averaged: the engine reads it."""
         return self.weights() if self._master is None else self._part(self._master)
 
     def view(self, tensor: torch.Tensor) -> _core.TensorView:
-        """The engine's description of this rank's part in ``tensor``, contiguous torch memory."""
+        """Returns the engine's description of this rank's part in ``tensor``, contiguous torch memory."""
         if self.by_torch:
             return _core.TensorView(self.name, DTYPES[tensor.dtype], self.region, tensor.data_ptr(), "other")
         return storage.engine_view(self.name, DTYPES[tensor.dtype], tensor, self.region)
@@ -175,9 +174,8 @@ class Tracked:
 
 
 def divide(local: LocalTensor, replicas: str) -> tuple[_core.Region, int]:
-    """(region, begin): the part of ``local`` that this rank averages. Nested replica groups divide what the one before
-    left.
-    """
+    """Returns (region, begin): the part of ``local`` that this rank averages. Nested replica groups divide what the one
+    before left."""
     if replicas != "split" or not local.replicas:
         return local.region, 0
     return _core.owned(local.region, [(index, count) for _, index, count in local.replicas])
@@ -189,8 +187,8 @@ Give = Callable[[list[Tracked], Options], None]
 def track(
     locals_: Iterable[LocalTensor], options: Options, source: Mapping[str, Source] | None, give: Give | None
 ) -> list[Tracked]:
-    """Everything that is averaged, with memory for the averages, which ``give()`` gives where it is there; nothing is
-    copied yet."""
+    """Returns all tracked tensors, with memory for the averages; ``give()`` gives that where it is not None. Copies
+    nothing yet."""
     locals_ = list(locals_)
     source = {} if source is None else instance("source", source, Mapping)
     if unknown := set(source) - {local.name for local in locals_}:
@@ -210,7 +208,7 @@ def track(
 
 
 def _leave_to_torch(tracked: Sequence[Tracked], options: Options) -> None:
-    """Says of which averages the engine has no kernels."""
+    """Marks averages for which the engine has no kernels, and warns of them once for each device."""
     for row in tracked:
         device = storage.device_of(row.averages[0])
         refusal = storage.why_not(device)
@@ -226,34 +224,34 @@ _warned = set[torch.device]()
 
 
 def facts_of(tracked: Sequence[Tracked]) -> dict[str, Any]:
-    """What must be the same on all ranks."""
-    tensors = {one.name: f"{one.local.region.shape} {one.source.dtype}" for one in tracked}
+    """Returns the facts that must be equal on all ranks."""
+    tensors = {row.name: f"{row.local.region.shape} {row.source.dtype}" for row in tracked}
     return {
         "tensors": tensors,
         "order": list(tensors),
         "averages on the host of weights on a device": any(row.is_offloaded or row.is_copied for row in tracked),
-        "stretches in source=": [one.name for one in tracked if one.stretched],
+        "stretches in source=": [row.name for row in tracked if row.stretched],
     }
 
 
 def _home(row: Tracked, options: Options) -> torch.device:
     """Returns where the averages of ``row`` live: with its weights, or on the host."""
-    there, wanted = storage.device_of(row.source), options.device
-    if wanted is None or wanted == there or (wanted.type == there.type and wanted.index is None):
-        return there
+    home, wanted = storage.device_of(row.source), options.device
+    if wanted is None or wanted == home or (wanted.type == home.type and wanted.index is None):
+        return home
     if wanted.type == "cpu":
-        row.is_offloaded = there.type == "cuda" and _core.cuda_available() and not options.to_nearest
+        row.is_offloaded = home.type == "cuda" and _core.cuda_available() and not options.to_nearest
         row.is_copied = not row.is_offloaded
         row.follow()
         return torch.device("cpu")
     raise unsupported(
-        f"device={str(wanted)!r}: '{row.name}' is on {there}, and averages live with their weights (leave device= out) "
+        f"device={str(wanted)!r}: '{row.name}' is on {home}, and averages live with their weights (leave device= out) "
         "or on the host (device='cpu')"
     )
 
 
 def _tracked(local: LocalTensor, replicas: str, source: Source | None) -> Tracked:
-    """``source``: what `source=` says of it."""
+    """Returns the tracked tensor of ``local``, without averages. ``source``: its value in `source=`."""
     refuse_unaverageable(local)
     if source is None:
         _refuse_dtype(local.name, local.tensor.dtype)
@@ -267,16 +265,16 @@ def _tracked(local: LocalTensor, replicas: str, source: Source | None) -> Tracke
     return Tracked(local, region, begin, _source(local, source[0], region.size, "elements from its first"), True)
 
 
-def follow_source(one: Tracked, given: Source | None, replicas: str) -> None:
-    """What `source=` says of it by now: the same elements, in other memory."""
-    now = _tracked(one.local, replicas, given)
-    if not now.mastered or now.region != one.region or now.source.dtype != one.source.dtype:
-        raise invalid(f"source= of '{one.name}' was {one.region} in {one.source.dtype}, and is no more; make a new EMA")
-    one._master = now.source
+def follow_source(row: Tracked, source: Source | None, replicas: str) -> None:
+    """Takes the memory that `source=` names now for the same elements."""
+    new_row = _tracked(row.local, replicas, source)
+    if not new_row.mastered or new_row.region != row.region or new_row.source.dtype != row.source.dtype:
+        raise invalid(f"source= of '{row.name}' was {row.region} in {row.source.dtype}, and is no more; make a new EMA")
+    row._master = new_row.source
 
 
-def _source(local: LocalTensor, given: torch.Tensor, size: int, of: str) -> torch.Tensor:
-    tensor = getattr(given, "_local_tensor", given).detach()  # a DTensor's memory on this rank
+def _source(local: LocalTensor, source: torch.Tensor, size: int, of: str) -> torch.Tensor:
+    tensor = getattr(source, "_local_tensor", source).detach()  # a DTensor's memory on this rank
     if tensor.numel() != size or not tensor.is_contiguous() or tensor.device != local.tensor.device:
         raise invalid(
             f"source= of '{local.name}' has {tensor.numel()} elements on {tensor.device}; "
@@ -292,22 +290,21 @@ def _refuse_dtype(name: str, dtype: torch.dtype) -> None:
         raise invalid(f"'{name}' is {dtype}; {only}. Leave it out with params=")
 
 
-_AT_ONCE = 8  # looked at in an update, whose time must not grow with what is frozen
+_AT_ONCE = 8  # weights that an update checks, whose time must not grow with the frozen ones
 
 
 class RequiresGradWatch:
-    """Weights that were frozen when the averages were made, and have none: says, once, that some of them are trained
-    now.
-    """
+    """Watches weights that were frozen when the averages were made, and have none: warns, once, when some of them are
+    trained."""
 
     def __init__(self, frozen: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._frozen = list(frozen)
         self._next = itertools.cycle(self._frozen)
 
     def refresh(self, everywhere: bool = False) -> None:
-        """``everywhere``: at all of them, else at the next few."""
-        looked_at = self._frozen if everywhere else itertools.islice(self._next, _AT_ONCE)
-        if not self._frozen or not any(p.requires_grad for _, p in looked_at):
+        """Checks the next few weights, or all with ``everywhere``."""
+        checked = self._frozen if everywhere else itertools.islice(self._next, _AT_ONCE)
+        if not self._frozen or not any(p.requires_grad for _, p in checked):
             return
         names, self._frozen = [name for name, p in self._frozen if p.requires_grad], []
         warn(
@@ -317,6 +314,6 @@ class RequiresGradWatch:
         )
 
 
-def common_weight(one: Tracked) -> Common | None:
-    """What is averaged, where other ranks should have the same."""
-    return common_of(one.local, one.source if one.mastered and not one.stretched else one.local.tensor)
+def common_weight(row: Tracked) -> Common | None:
+    """Returns the averaged tensor for a comparison, where other ranks should have the same."""
+    return common_of(row.local, row.source if row.mastered and not row.stretched else row.local.tensor)

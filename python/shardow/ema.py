@@ -69,8 +69,8 @@ class EMA:
             Where an optimizer divides its masters among replicas: {name: (tensor, first)}, the parameter's elements
             from ``first`` on, row-major; or (tensor, first, "local") of those that this rank holds. Together ranks have
             each element once; an empty tensor says none.
-        group: process group of ranks that hold replicas of a plain model, or share one whose groups can't be told from
-            its meshes.
+        group: process group of ranks that hold replicas of a plain model, or share one whose groups can't be derived
+            from its meshes.
         threads: CPU threads; 0: what OMP_NUM_THREADS and the affinity mask allow, at most 4.
         overlap: average weights on the CPU in the background, on ``threads`` threads (one by default), while training
             goes on. Needs attach() or ``optimizer=``: the optimizer's next step waits, as do all calls that read
@@ -121,13 +121,13 @@ class EMA:
         timeout: float | timedelta | None = None,
         momentum: None = None,
     ) -> None:
-        asked = {
+        options = {
             "dtype": dtype, "device": device, "replicas": replicas, "params": params, "buffers": buffers, "rule": rule,
             "stochastic": stochastic, "nonfinite": nonfinite, "update_every": update_every, "start_step": start_step,
             "seed": seed, "threads": threads, "overlap": overlap, "ring_bytes": ring_bytes, "momentum": momentum,
         }  # fmt: skip
         teacher = None if averages is None else Teacher(averages, names, begin)
-        self._averages = ModelAverages(model, decay, asked, source, group, timeout, teacher)
+        self._averages = ModelAverages(model, decay, options, source, group, timeout, teacher)
         self._attached = Attachments(self._averages.update_attached)
         if optimizer is not None:
             self.attach(optimizer)
@@ -136,7 +136,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int | None = None, samples: float = 0.0) -> None:
-        """After an optimizer step: one pass over this rank's weights; no communication.
+        """Updates the averages after an optimizer step: one pass over this rank's weights; no communication.
 
         Args:
             step: optimizer steps taken so far; None: one more than before. A step is counted once; skipped ones are
@@ -147,8 +147,8 @@ class EMA:
         self._averages.update(None if step is None else whole("step", step), number("samples", samples))
 
     def set_decay(self, decay: float) -> None:
-        """The decay of ``schedules.settable()`` from the next update on: a number in [0, 1], the same on every rank.
-        Local. Files have it, and load() takes it from there.
+        """Sets the decay of ``schedules.settable()`` from the next update on: a number in [0, 1], the same on every
+        rank. Local. Files have it, and load() takes it from there.
 
         Raises:
             ValueError: the EMA was made without ``decay=shardow.schedules.settable(...)``.
@@ -157,7 +157,7 @@ class EMA:
 
     @torch.no_grad()
     def prepare_replay(self, step: int | None = None, samples: float = 0.0) -> None:
-        """Before each replay of a CUDA graph that captured update(): counts the step as update() does, and gives the
+        """Prepares each replay of a CUDA graph that captured update(): counts the step as update() does, and gives the
         replay its numbers. Local; nothing waits.
 
         An update() that is captured is recorded and not counted. Call this on the stream of the replay; a replay
@@ -206,13 +206,14 @@ class EMA:
         return self._averages.module()
 
     def detach(self) -> None:
-        """Ends every attach() of this EMA, and ``optimizer=``. Local; nothing where it is not attached."""
+        """Ends every attach() of this EMA, and ``optimizer=``. Local; does nothing where it is not attached."""
         self._attached.remove_all()
 
     # ---- evaluation
 
     def swapped(self, decay: Decay | None = None) -> Block:
-        """Inside the block the model holds the averages; after it, whatever happened, its weights again, bit for bit.
+        """Swaps the averages into the model inside the block; after it, whatever happened, the model holds its weights
+        again, bit for bit.
 
         Collective, both ends, where ranks share the model. In place, without a second copy of the weights: state_dict()
         and the like, and optimizer.step(), wait until the block ends. ``decay`` chooses among several averages. A
@@ -234,18 +235,16 @@ class EMA:
         return Block(self._averages.swap, functools.partial(self._averages.ready_to_swap, decay))
 
     def swap_in(self, decay: Decay | None = None) -> None:
-        """The beginning of swapped(), for frameworks with callbacks: the same transaction. Collective."""
+        """Begins swapped(), for frameworks with callbacks: the same transaction. Collective."""
         self._averages.swap.enter(functools.partial(self._averages.ready_to_swap, decay))
 
     def swap_out(self) -> None:
-        """The end of swapped(), for frameworks with callbacks. Collective. Raises ValueError where nothing is swapped
-        in.
-        """
+        """Ends swapped(), for frameworks with callbacks. Collective. Raises ValueError where nothing is swapped in."""
         self._averages.swap.out()
 
     def restore(self, strict: bool = True) -> None:
-        """The weights back after a swap that was interrupted, bit for bit, from whatever point it had reached; nothing
-        where they are back.
+        """Restores the weights after a swap that was interrupted, bit for bit, from whatever point it had reached; does
+        nothing where they are back.
 
         Collective where replicas hold parts of each other's weights: call it on every rank that shares the model.
         ``strict=False``: parameters that are gone from the model are left as they are.
@@ -258,13 +257,13 @@ class EMA:
         self._averages.swap.restore(strict)
 
     def copy_to(self, model: nn.Module, decay: Decay | None = None) -> None:
-        """The averages, and what belongs to a complete model, into another module with the same names, sharded or not.
-        Collective. What has no elements in memory (sparse, quantised) can't be copied; a warning names it."""
+        """Copies the averages, and what belongs to a complete model, into another module with the same names, sharded
+        or not. Collective. What has no elements in memory (sparse, quantised) can't be copied; a warning names it."""
         copies.copy_to(self._averages, model, decay)
 
     def feed_back(self, decay: Decay | None = None) -> None:
-        """The averages become the model's weights, and training goes on from there (Switch EMA, arXiv 2402.09240: at
-        the end of an epoch).
+        """Makes the averages the model's weights, and training goes on from there (Switch EMA, arXiv 2402.09240: at the
+        end of an epoch).
 
         Collective where ranks share the model. Rounded to the weights' dtype; master copies of ``source=`` get them
         too. The averages, their steps and the optimizer's own state stay. ``decay`` chooses among several averages.
@@ -277,7 +276,7 @@ class EMA:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """The averages begin again, as if newly made: equal to the weights, at step 0; options stay. Collective."""
+        """Begins the averages again, as if newly made: equal to the weights, at step 0; options stay. Collective."""
         self._averages.reset()
 
     # ---- files
@@ -286,8 +285,8 @@ class EMA:
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """All averages with their state into ``path``: a .safetensors file, or with several decays a directory of them.
-        Collective.
+        """Saves all averages with their state into ``path``: a .safetensors file, or with several decays a directory of
+        them. Collective.
 
         load() resumes from it. Every rank writes its own bytes of the final file, which replaces what was there when it
         is whole.
@@ -308,8 +307,8 @@ class EMA:
         self, path: paths.StrPath, *, max_shard_size: int | str | None = None, progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> SaveHandle:  # fmt: skip
-        """save() that returns when this rank's averages are copied, so that training and updates go on; see
-        shardow.async_save(). Collective."""
+        """Saves as save() does, and returns when this rank's averages are copied, so that training and updates go on;
+        see shardow.async_save(). Collective."""
 
         find = functools.partial(persistence.to_save, self._averages, "async_save()", max_shard_size, metadata)
         call = engine.SaveCall(find, path, self._averages.ranks, "async_save()", progress)
@@ -319,7 +318,7 @@ class EMA:
         self, path: paths.StrPath, strict: bool = True, *, verify: bool = True, options: OptionsFrom = "file",
         progress: Progress | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Takes what save() wrote, at any world size and sharding; each rank reads its own slices. Collective.
+        """Loads what save() wrote, at any world size and sharding; each rank reads its own slices. Collective.
 
         Args:
             strict: every average here is in the file, and every one there is wanted; else the rest is in the report,
@@ -346,7 +345,7 @@ class EMA:
         progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """A complete model with averaged weights for inference: a directory in the Hugging Face layout, or one
+        """Exports a complete model with averaged weights for inference: a directory in the Hugging Face layout, or one
         .safetensors file.
 
         Collective.
@@ -368,8 +367,8 @@ class EMA:
         self, directory: paths.StrPath, every: int, *, dtype: torch.dtype | str | None = None,
         asynchronous: bool = False, progress: Progress | None = None,
     ) -> dict[str, Any] | SaveHandle | None:  # fmt: skip
-        """After each step: saves all averages into ``directory/snapshot-000001000`` where one is due, for
-        shardow.posthoc. Collective then, and at the first call; else it costs nothing.
+        """Saves all averages into ``directory/snapshot-000001000`` where a snapshot is due, for shardow.posthoc; called
+        after each step. Collective then, and at the first call; else it costs nothing.
 
         A resumed run goes on where its snapshots are, without a gap: call it with the same directory. Each is whole or
         not there; other files stay. Their metadata say which updates the run made, so that any schedule, and any
@@ -394,7 +393,7 @@ class EMA:
     # ---- state dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; for
+        """Returns sharded averages and plain values, without a copy: {"averages": {name: tensor}, "state": str}; for
         torch.distributed.checkpoint.
 
         Local.
@@ -408,7 +407,8 @@ class EMA:
     def load_state_dict(
         self, state: Mapping[str, Any], strict: bool = True, *, options: OptionsFrom = "file"
     ) -> dict[str, list[str]]:
-        """Takes what state_dict() gave: pieces of the same sharding, or full tensors of the global shape. Collective.
+        """Loads what state_dict() returned: partial tensors of the same sharding, or full tensors of the global shape.
+        Collective.
 
         Everything is checked on every rank first, and everything that does not fit is listed; then averages and
         counters are replaced.
@@ -431,7 +431,7 @@ class EMA:
         return state_dict.load(self._averages, state, strict, options)
 
     def full_state_dict(self, decay: Decay | None = None, complete: bool = True) -> dict[str, torch.Tensor]:
-        """The model with averaged weights on rank 0, {} elsewhere: fresh, full CPU tensors by name.
+        """Returns the model with averaged weights on rank 0, {} elsewhere: fresh, full CPU tensors by name.
 
         Collective; one tensor at a time travels.
 
@@ -445,23 +445,22 @@ class EMA:
     # ---- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EMA:
-        """Of a plain model that no other ranks share: with a copy of the model, or with its copy that is made in the
-        same deepcopy().
-        """
+        """Copies an EMA of a plain model that no other ranks share: with a copy of the model, or with its copy that is
+        made in the same deepcopy()."""
         model, arguments = copy.deepcopy(self._averages.to_copy("copied"), memo)
         memo[id(self)] = made = _remade(model, arguments, self.state_dict())
         return made
 
     def __reduce__(self) -> Any:
-        """As __deepcopy__: the model is pickled too, once where both are."""
+        """Pickles as __deepcopy__ copies: with the model, once where both are pickled."""
         return _remade, (*self._averages.to_copy("pickled"), self.state_dict())
 
     # ---- figures
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of what is averaged, in the model's order; each tensor once."""
-        return tuple(one.name for one in self._averages.tracked)
+        """Names of the averaged tensors, in the model's order; each tensor once."""
+        return tuple(row.name for row in self._averages.tracked)
 
     @property
     def step(self) -> int:
@@ -470,11 +469,11 @@ class EMA:
 
     @property
     def decays(self) -> tuple[str, ...]:
-        """What ``decay=`` chooses among, as in state dicts and file names: "0.9999", "power(sigma_rel=0.1)"."""
+        """Keys that ``decay=`` chooses among, as in state dicts and file names: "0.9999", "power(sigma_rel=0.1)"."""
         return tuple(self._averages.keys)
 
     def stats(self) -> dict[str, float]:
-        """What this rank holds and did, a flat dict of numbers for a logger.
+        """Returns what this rank holds and did, a flat dict of numbers for a logger.
 
         step, updates (averages applied), decay of the next step (decay/0, decay/1, ... with several), parameters,
         elements and bytes of the averages on this rank, bytes_moved and seconds of the last update, held_nonfinite:
@@ -482,16 +481,15 @@ class EMA:
         update goes through. Any thread may ask; it waits for an update under way.
 
         With overlap=True, or averages on the host of weights on a device, also, since the start: offload/hidden_seconds
-        of averaging while nobody waited, offload/waited_seconds; in the second case offload/bytes that updates copied
+        of averaging while no call waited, offload/waited_seconds; in the second case offload/bytes that updates copied
         from devices. kernels/compile_seconds, where this process compiled kernels for CUDA devices.
         """
         return self._averages.stats()
 
     @torch.no_grad()
     def distance(self, decay: Decay | None = None) -> float:
-        """``|averages - weights| / |weights|`` over the whole model, in the Euclidean norm, computed in float64.
-        Collective.
-        """
+        """Returns ``|averages - weights| / |weights|`` over the whole model, in the Euclidean norm, computed in
+        float64. Collective."""
         return self._averages.distance(decay)
 
     def __repr__(self) -> str:
@@ -499,7 +497,7 @@ class EMA:
 
 
 def model_averages(ema: EMA) -> ModelAverages:
-    """Returns the implementation behind ``ema``, which compat's classes compose."""
+    """Returns the implementation behind ``ema``, which the compat classes compose."""
     return ema._averages
 
 

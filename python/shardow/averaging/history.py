@@ -67,7 +67,7 @@ class UpdateHistory:
     def record(self) -> str:
         """Returns the record as text, for the metadata of files."""
         segments = self._segments()
-        packed = any("packed" in segment for segment in segments)  # by a process of an earlier version
+        packed = any("packed" in segment for segment in segments)  # written by an earlier version
         return json.dumps({"format": 2 if packed else 1, "segments": segments}, separators=(",", ":"))
 
     def _segments(self) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ from shardow.sharding.view import find
 
 T = TypeVar("T")
 
-_CHUNK = 1 << 20  # elements of a temporary
+_CHUNK = 1 << 20  # elements that distance() converts at a time
 _NO_GRAPH = "PyTorch's operations make the updates, which no graph repeats; call update() after each replay"
 
 
@@ -104,17 +104,17 @@ class ModelAverages:
         if self.teacher is not None:
             arguments["dtype"], give = self.teacher.find(self.view), self.teacher.take
         self.options = options = make_options(**arguments)
-        _core.decay_keys(options.schedules)  # refuses equal ones
+        _core.decay_keys(options.schedules)  # refuses equal decays
         self.tracked = tracked = track(options.chosen(self.view), options, source, give)
         refuse_foreign("EMA(...)", lambda: [row.local.tensor for row in tracked])
         offloaded = all(row.is_offloaded for row in tracked)
         self.by_torch = sum(row.by_torch for row in tracked)
         chosen = options.engine(self.ranks.size == 1, offloaded, keep_values=give is not None)
 
-        def make() -> _core.Average:  # the views are its own
+        def make() -> _core.Average:  # the views live in this call alone
             averages = [[row.view(row.averages[k]) for row in tracked] for k in range(len(options.schedules))]
             other = OtherMemory(tracked) if self.by_torch else None
-            with _disable_current_modes():  # whatever modes are in force
+            with _disable_current_modes():  # the caller's dispatch modes don't apply
                 sources = [row.view(row.sources()) for row in tracked]
             return _core.Average(sources, averages, chosen, other)
 

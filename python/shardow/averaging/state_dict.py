@@ -34,10 +34,10 @@ Copy = Callable[[], object]  # fills a part of the averages
 
 def make(averages: ModelAverages) -> dict[str, Any]:
     """See EMA.state_dict()."""
-    each = [averages.averages(k) for k in range(len(averages.keys))]
+    dicts = [averages.averages(k) for k in range(len(averages.keys))]
     record = averages.history.to_save(averages.engine, averages.keys)
     state = history.with_record(averages.engine.state(), record)
-    return {"averages": each[0] if len(each) == 1 else dict(zip(averages.keys, each, strict=True)), "state": state}
+    return {"averages": dicts[0] if len(dicts) == 1 else dict(zip(averages.keys, dicts, strict=True)), "state": state}
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def load(averages: ModelAverages, state: Mapping[str, Any], strict: bool, option
         keys = taking.keys(_core.decay_keys_in({_core.STATE_KEY: text}), "the state")
         checked = _check(state, [averages.parts(k) for k in range(len(keys))], keys, strict)
         taking.look(history.metadata_of(text), len(keys), "the state")
-        begun.enter_context(taking.begun(_LOAD, all_counts=True))  # they are this rank's own
+        begun.enter_context(taking.begun(_LOAD, all_counts=True))  # a state dict has this rank's own counts
         facts = {"strict": bool(strict), "options": str(options)}
         return Step(checked, [equal_facts(_LOAD, facts, averages.ranks)])
 
@@ -90,8 +90,8 @@ def _check(
         compare(shapes, {name: tuple(value.size()) if name in shapes else () for name, value in by_key[key].items()})
         for key in keys
     ]
-    each = zip(parts, keys, fits, strict=True)
-    copies = [copy for own, key, fit in each for copy in copies_of(own, by_key[key], fit)]
+    checked = zip(parts, keys, fits, strict=True)
+    copies = [copy for own, key, fit in checked for copy in copies_of(own, by_key[key], fit)]
     joined = fits[0].joined(fits[1:])
     if not strict:
         other = [name for name, *_ in joined.different]

@@ -71,10 +71,10 @@ class Swap:
         self._ranks, self._splits = ranks, splits
         self._swap_ranks = _core.SwapRanks(ranks.group, splits, ranks.timeout, ranks.whose)
         self._has_masters = any(weight.mastered for weight in tracked)
-        self._exchange: ReplicaExchange | None = None  # the next one, with its memory
+        self._exchange: ReplicaExchange | None = None  # the next exchange, with its memory
         self._moves: list[Move] = []  # to the places that the weights have by now
-        self._versions: dict[str, int] = {}  # of the weights, once the averages were in their place
-        self._written: list[str] = []  # names of weights that the block wrote
+        self._versions: dict[str, int] = {}  # of the parameters, right after the swap in
+        self._written: list[str] = []  # names of parameters written since then
         self._find_strided()
 
     @property

@@ -139,7 +139,7 @@ def apply(rule: str, averages: Tensors, values: Tensors, decay: float, weight: f
     elif rule == "fused_difference":
         torch._foreach_sub_(averages, torch._foreach_sub(averages, values), alpha=weight)
     else:
-        whole = round(1 / weight)  # as in the engine: 1 / n is rounded, and n is meant
+        whole = round(1 / weight)  # as in the engine: the weight 1 / n is rounded, n is exact
         divisor = whole if abs(1 / weight - whole) < 1e-9 * whole else 1 / weight
         for average, value in pairs:
             average.copy_(average + (value - average) / divisor)

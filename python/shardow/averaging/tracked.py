@@ -24,7 +24,7 @@ from shardow.sharding.local import refuse_unaverageable
 if TYPE_CHECKING:
     from shardow.sharding.local import LocalTensor
 
-_ALIGN = 64  # bytes; the engine's kernels like averages to start there
+_ALIGN = 64  # bytes; averages begin at multiples of it, as the engine's kernels prefer
 
 
 def arena(
@@ -38,7 +38,7 @@ def arena(
         total += -(-region.size * dtype.itemsize // _ALIGN) * _ALIGN
     stride = _core.arena_stride(total, count) if device.type == "cpu" else total
     memory = _memory((count - 1) * stride + total, device)
-    with _disable_current_modes():  # whatever modes are in force
+    with _disable_current_modes():  # the caller's dispatch modes don't apply
         return [
             [_slice(memory, k * stride + begin, region.size, dtype) for k in range(count)]
             for region, begin in zip(regions, begins, strict=True)

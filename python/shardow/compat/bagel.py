@@ -139,7 +139,7 @@ def _follower_of(ema_model: nn.Module) -> TrainedCopy:
     return follower
 
 
-# Sinusoids, which the model has for its own resolution: no file replaces them.
+# Sinusoids, which the model has for its own resolution: a file does not replace their values.
 _FIXED = ("latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed")
 
 

@@ -1,7 +1,7 @@
 """Drop-in compat classes: change an import and keep training.
 
-One module for each upstream project, named after it; what improves and what differs is in docs/migration.md. `_impl` is
-how they keep averages and write files.
+One module for each upstream project, named after it; docs/migration.md says what improves and what differs. `_impl`
+keeps averages and writes files for them.
 
 May import: averaging, start, merging, files, sharding, distributed, base, errors, ema, schedules.
 """

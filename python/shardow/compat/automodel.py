@@ -1,5 +1,5 @@
 """NVIDIA-NeMo/Automodel's averages (components/training/ema.py) and the reader of its YAML section, on shardow.EMA and
-on a second model. Both average by e.mul_(d).add_(p, alpha=1-d); in float32 that is upstream's result bit for bit.
+on a second model. Both average by e.mul_(d).add_(p, alpha=1-d), in float32 with upstream's result bit for bit.
 Names are the unwrapped model's. A checkpoint is a directory of torch.distributed.checkpoint: {"<name>": tensor},
 sharded, and beside it the decay and the number of updates.
 """
@@ -52,42 +52,41 @@ _DECAY, _UPDATES = "shardow.decay", "shardow.updates"
 
 
 class Unmatched(NamedTuple):
-    """As torch's load_state_dict() returns it."""
+    """Names that did not match, as torch's load_state_dict() returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class Managed(ABC):
-    """``decay`` may be changed between updates. ``updates``: how many there have been; save() keeps both beside the
-    averages.
-    """
+    """Base of both managers. ``decay`` may be changed between updates. ``updates``: how many there have been; save()
+    keeps both beside the averages."""
 
     use_distributed_checkpointing = True
     decay: float
     updates = 0
     _ranks: RankGroup
-    _refusal: type[Exception]  # what upstream raises for names that don't match
-    _names: Mapping[str, object]  # of what is averaged
+    _refusal: type[Exception]  # upstream's error for names that don't match
+    _names: Mapping[str, object]  # of the averages
 
     @abstractmethod
     def _live(self) -> dict[str, torch.Tensor]:
-        """Everything that state_dict() has, in its own memory."""
+        """Returns everything that state_dict() has, in its own memory."""
 
     @abstractmethod
     def _held(self) -> LocalState:
-        """The same as this rank's memory, each tensor once."""
+        """Returns the same as this rank's memory, each tensor once."""
 
     @abstractmethod
     def _begin(self) -> None:
-        """The averages become the weights."""
+        """Makes the averages equal to the weights."""
 
     @abstractmethod
     def _saveable(self) -> Saveable:
-        """The averaged model, as files take it."""
+        """Returns the averaged model, as files take it."""
 
     def _complete(self) -> LocalState:
-        """Everything that an averaged model saves."""
+        """Returns everything that an averaged model saves."""
         return self._held()
 
     def __len__(self) -> int:
@@ -98,8 +97,8 @@ class Managed(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Unmatched:
-        """Full tensors, DTensors or pieces of the same sharding, of any floating dtype. Collective where ranks share
-        the model.
+        """Loads full tensors, DTensors or pieces of the same sharding, of any floating dtype. Collective where ranks
+        share the model.
 
         Everything is checked on every rank first. Names that don't match raise; without ``strict`` they are returned,
         with a warning.
@@ -113,10 +112,9 @@ class Managed(ABC):
         return _unmatched(fill(what, self._ranks, self._held, state, self._refusal, strict, hint), "the state")
 
     def save(self, directory: str | Path) -> None:
-        """A torch.distributed.checkpoint directory like upstream's ``ema/``, with decay and updates; upstream reads
-        it. Collective. It is published by one rename, and torch's cache of save plans, which other objects' saves may
-        use, is left alone.
-        """
+        """Writes a torch.distributed.checkpoint directory like upstream's ``ema/``, with decay and updates; upstream
+        reads it. Collective. It is published by one rename, and torch's cache of save plans, which other objects' saves
+        may use, is left alone."""
         entries = {**self._together("save()", self._live), **_counters(self.decay, self.updates)}
 
         def write(partial: Path) -> None:
@@ -127,20 +125,21 @@ class Managed(ABC):
 
     @torch.no_grad()
     def load(self, directory: str | Path, missing: str = "error") -> Unmatched:
-        """What save() or upstream's Checkpointer wrote, at any world size. Collective. Everything is checked first.
+        """Loads what save() or upstream's Checkpointer wrote, at any world size. Collective. Everything is checked
+        first.
 
-        ``missing``: where the directory or some averages are not there, as when averaging is turned on in the middle of
-        a training: "error", or "init": they begin as the weights are now. The decay stays what it is; another one there
-        is warned of.
+        ``missing``: where the directory or some averages are missing, as when averaging is turned on in the middle of a
+        training: "error", or "init": they begin as the weights are now. The decay stays what it is; another one in the
+        directory gives a warning.
         """
         if missing not in ("error", "init"):
             begin = "averages that are not in the checkpoint begin as the weights are now"
             raise invalid(f"missing={missing!r}; 'error', or 'init': {begin}")
-        found, counters = self._ranks.agree("load()", lambda: self._compared(Path(directory), missing))
-        if found.missing:
+        compared, counters = self._ranks.agree("load()", lambda: self._compare(Path(directory), missing))
+        if compared.missing:
             self._begin()
         live = self._live()
-        entries = {**{key: live[name] for name, key in found.keys.items()}, **counters}
+        entries = {**{key: live[name] for name, key in compared.keys.items()}, **counters}
         if entries:
             with _quiet_alone():
                 dcp_load(entries, checkpoint_id=str(directory), process_group=self._ranks.process_group)
@@ -149,10 +148,10 @@ class Managed(ABC):
         decay = float(counters.get(_DECAY, self.decay))
         if decay != self.decay:
             warn(f"{directory} was averaged with decay {decay}; it goes on with {self.decay}")
-        return _unmatched(found, str(directory))
+        return _unmatched(compared, str(directory))
 
-    def _compared(self, directory: Path, missing: str) -> tuple[Fit[Form | None], dict[str, torch.Tensor]]:
-        """Returns how the directory fits, and room for the counters that it has. Changes nothing."""
+    def _compare(self, directory: Path, missing: str) -> tuple[Fit[Form | None], dict[str, torch.Tensor]]:
+        """Returns how the directory fits, and tensors for the counters that it has. Changes nothing."""
         stored, way_out = {}, "load(..., missing='init') begins them as the weights are now"
         if (directory / ".metadata").exists():
             stored = FileSystemReader(str(directory)).read_metadata().state_dict_metadata
@@ -164,34 +163,31 @@ class Managed(ABC):
             for key, entry in stored.items()
             if isinstance(entry, TensorStorageMetadata) and key not in counters
         }
-        found = fit(self._held(), forms, str(directory))
-        found.only_different().refuse("load()", str(directory), RuntimeError)
-        if missing == "error" and found.missing:
-            found.refuse("load()", str(directory), KeyError, hint=way_out)
-        return found, counters if counters.keys() <= stored.keys() else {}
+        compared = fit(self._held(), forms, str(directory))
+        compared.only_different().refuse("load()", str(directory), RuntimeError)
+        if missing == "error" and compared.missing:
+            compared.refuse("load()", str(directory), KeyError, hint=way_out)
+        return compared, counters if counters.keys() <= stored.keys() else {}
 
     def export_safetensors(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
-        """``directory``/ema.safetensors, BAGEL's name for it: the complete averaged model, each rank writing its own
-        bytes. Collective.
-        """
+        """Writes the complete averaged model into ``directory``/ema.safetensors, BAGEL's name for it, each rank its own
+        bytes. Collective."""
         path = Path(directory) / "ema.safetensors"
         save_file(self._together("export_safetensors()", self._saveable), path, dtype, group=self._ranks.process_group)
         return path
 
     def export_shadow(self, directory: str | Path, dtype: torch.dtype | str | None = None) -> Path:
-        """``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole state
-        dict for load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time: they lie in
-        files beside it meanwhile. Collective. ``dtype``: of floating tensors.
-        """
+        """Writes ``directory``/ema_shadow.pt, which examples/diffusion/generate/generate.py looks for first: a whole
+        state dict for load_state_dict(strict=True). Rank 0 writes it, and holds one tensor at a time: they lie in files
+        beside it meanwhile. Collective. ``dtype``: of floating tensors."""
         held, kind = self._together("export_shadow()", lambda: (self._complete(), floating(dtype)))
         path = Path(directory) / "ema_shadow.pt"
         files.write_gathered("export_shadow()", path, held, self._ranks, kind)
         return path
 
     def _together(self, what: str, fn: Callable[[], T]) -> T:
-        """fn() on every rank before the averages of all are used, or an error on all: also where some have made fewer
-        updates.
-        """
+        """Calls fn() on every rank before the averages of all are used. An error on one rank is an error on all; so are
+        fewer updates on one rank."""
         return self._ranks.step(what, lambda: Step(fn(), [equal_updates(what, self.updates, self._ranks)]))
 
 
@@ -199,13 +195,13 @@ _AGAIN = "freeze it again, or make a new manager and load the old one's state_di
 
 
 class EMAManager(Managed):
-    """Averages of ``model``'s trainable parameters beside it: plain, DDP, FSDP1, FSDP2, HSDP, TP. Construction is
+    """Averages of the trainable parameters of ``model``: plain, DDP, FSDP1, FSDP2, HSDP, TP. Construction is
     collective.
 
     The averages are float32, float64 where all the weights are; with ``dtype="source"`` they have the weights' dtype,
     one of all, and are rounded as in upstream, which loses most increments of 16-bit ones. ``_shadow`` looks as in
-    upstream: DTensors like the weights under FSDP2, whole tensors under DDP; pieces where neither says what a rank
-    has (FSDP1, a part of a replica). ``replicas="split"``: ranks that hold the same weights divide the averages among
+    upstream: DTensors like the weights under FSDP2, whole tensors under DDP; pieces where neither can show a rank's
+    part (FSDP1, a part of a replica). ``replicas="split"``: ranks that hold the same weights divide the averages among
     them. ``group``: as in shardow.EMA.
     """
 
@@ -231,15 +227,15 @@ class EMAManager(Managed):
         if self._averages.ranks.process_group is not None:
             self._ranks = self._averages.ranks
         rows = self._averages.tracked
-        self._shadow = {row.name: look(row.local, row.averages[0], row.region) for row in rows}
+        self._shadow = {row.name: like_weight(row.local, row.averages[0], row.region) for row in rows}
         self._names = self._shadow
         self._frozen = self._averages.view.frozen()
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """After each optimizer step. Local, unless the model's parameters have been replaced or wrapped since: all
-        ranks find them by name then. What is NaN or Inf is held. Raises ValueError for a parameter that is trained and
-        has no average."""
+        """Updates the averages after an optimizer step. Local, unless the model's parameters have been replaced or
+        wrapped since: all ranks find them by name then. What is NaN or Inf is held. Raises ValueError for a parameter
+        that is trained and has no average."""
         if model is not self._model or not self._averages.view.unchanged_at_rest():
             self._follow(model)
         self._refuse_new(name for name, parameter in self._frozen if parameter.requires_grad)
@@ -248,22 +244,22 @@ class EMAManager(Managed):
 
     def _follow(self, model: nn.Module) -> None:
         self._averages.swap.refuse("update()")
-        view, view_now = self._averages.view, find(model, group=self._group)
-        self._refuse_new(local.name for local in view_now.parameters if local.requires_grad)
-        if self._averages.swap.follow_moves() is None and _places(view) == _places(view_now):
+        view, new_view = self._averages.view, find(model, group=self._group)
+        self._refuse_new(local.name for local in new_view.parameters if local.requires_grad)
+        if self._averages.swap.follow_moves() is None and _places(view) == _places(new_view):
             self._model = model
             return
-        left = {local.name: None for local in view_now.parameters if local.name in self._shadow}
-        compare(dict.fromkeys(self._shadow), left).refuse(
+        present = {local.name: None for local in new_view.parameters if local.name in self._shadow}
+        compare(dict.fromkeys(self._shadow), present).refuse(
             "update()", "the model", KeyError, done="nothing was averaged", hint="Make a new manager of it"
         )
-        asked = {**self._averages.arguments, "params": functools.partial(_is_in, frozenset(self._shadow))}
-        new = EMA(model, self.decay, group=self._group, **asked)
+        options = {**self._averages.arguments, "params": functools.partial(_is_in, frozenset(self._shadow))}
+        new = EMA(model, self.decay, group=self._group, **options)
         load_averages(model_averages(new), self._averages.averages())
         self._bind(model, new)
 
     def __getstate__(self) -> dict[str, Any]:
-        """With a copy of the model. Raises NotImplementedError where ranks share it."""
+        """Returns a state that includes the model. Raises NotImplementedError where ranks share it."""
         self._averages.to_copy("copied")
         return {name: getattr(self, name) for name in ("decay", "updates", "_group", "_model", "_ema")}
 
@@ -277,19 +273,18 @@ class EMAManager(Managed):
             raise invalid(f"'{new[0]}' and {len(new) - 1} more are trained, {made}; {_AGAIN}")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies, by name."""
+        """Returns copies, by name."""
         return {name: tensor.clone() for name, tensor in self._live().items()}
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[nn.Module]:
-        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
-        share it.
-        """
+        """Gives the model to evaluate, with averaged weights: ``with manager.swapped() as model``. Collective where
+        ranks share it."""
         with self._ema.swapped():
             yield self._model
 
     def stats(self) -> dict[str, float]:
-        """Numbers for a logger: decay, updates, parameters, held_nonfinite, and what EMA.stats() adds."""
+        """Returns numbers for a logger: decay, updates, parameters, held_nonfinite, and what EMA.stats() adds."""
         return {**self._ema.stats(), "decay": self.decay, "updates": self.updates}
 
     def _live(self) -> dict[str, torch.Tensor]:
@@ -347,7 +342,7 @@ class ShardedModelEMAManager(Managed):
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """With copies of both models. Raises NotImplementedError where ranks share them."""
+        """Returns a state that includes both models. Raises NotImplementedError where ranks share them."""
         refuse_copies(ranks_of(self._train_model))
         return {name: value for name, value in self.__dict__.items() if name != "_ranks"}
 
@@ -355,26 +350,25 @@ class ShardedModelEMAManager(Managed):
         self.__dict__.update(state, _ranks=all_ranks())
 
     def update(self, model: nn.Module | None = None) -> None:
-        """After each optimizer step; ``model``: the train model, or a wrapper of it. Local. What is NaN or Inf is held.
-        Raises RuntimeError and ValueError where the models differ in names or shapes; nothing has changed then."""
+        """Updates the averages after an optimizer step; ``model``: the train model, or a wrapper of it. Local. What is
+        NaN or Inf is held. Raises RuntimeError and ValueError where the models differ in names or shapes; nothing has
+        changed then."""
         averages = self._twin.bind(self.ema_model, self._train_model if model is None else model)
         averages.update(self.decay, 1.0 - self.decay)
         self.updates += 1
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """As ema_model.state_dict(), without what wrappers put into names; in pieces where a rank's part is no DTensor.
-        Not copies.
-        """
+        """Returns ema_model.state_dict(), without what wrappers put into names; in pieces where a rank's part is no
+        DTensor. Not copies."""
         return self._live()
 
     def swapped(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """``with manager.swapped() as model``: the model to evaluate with averaged weights. Collective where ranks
-        share it.
-        """
+        """Gives the model to evaluate, with averaged weights: ``with manager.swapped() as model``. Collective where
+        ranks share it."""
         return contextlib.nullcontext(self.ema_model)
 
     def stats(self) -> dict[str, float]:
-        """Numbers for a logger: decay, updates, parameters, held_nonfinite."""
+        """Returns numbers for a logger: decay, updates, parameters, held_nonfinite."""
         return {
             "decay": self.decay,
             "updates": self.updates,
@@ -387,7 +381,7 @@ class ShardedModelEMAManager(Managed):
         view.reshard()
         state: dict[str, torch.Tensor] = {}
         for local in [*view.parameters, *view.buffers]:
-            shown = look(local, local.tensor, local.region)
+            shown = like_weight(local, local.tensor, local.region)
             state.update(dict.fromkeys((local.name, *local.aliases), shown))
         return state
 
@@ -404,11 +398,11 @@ class ShardedModelEMAManager(Managed):
 def build_ema(
     cfg: Any, model: nn.Module, build_ema_model: Callable[[], nn.Module] | None = None, init_mode: str = "auto"
 ) -> EMAManager | ShardedModelEMAManager | None:
-    """The averages that a recipe's ``ema`` section asks for. ``cfg``: that section, a mapping or an object with
+    """Makes the averages that a recipe's ``ema`` section asks for. ``cfg``: that section, a mapping or an object with
     attributes, or None.
 
-    ``decay``: 0.9999 where it is not said; None (YAML's null), or no section: no averages. ``implementation``: "shadow"
-    is EMAManager, "sharded_model" is ShardedModelEMAManager, "auto" the second where ``init_mode`` (the recipe's
+    ``decay``: by default 0.9999; None (YAML's null), or no section: no averages. ``implementation``: "shadow" is
+    EMAManager, "sharded_model" is ShardedModelEMAManager, "auto" the second where ``init_mode`` (the recipe's
     ``model.init_mode``) is "hf_backbones" and ``model`` is FSDP2's, else the first. ``build_ema_model``: builds the
     second model like the first one, sharded alike.
 
@@ -460,14 +454,14 @@ def _section(cfg: Any) -> dict[str, Any]:
 
 
 def _counters(decay: float, updates: int) -> dict[str, torch.Tensor]:
-    """Returns what a directory has beside the averages."""
+    """Returns the counters that a directory has beside the averages."""
     numbers = {_DECAY: (decay, torch.float64), _UPDATES: (updates, torch.int64)}
     return {key: torch.tensor(number, dtype=dtype, device="cpu") for key, (number, dtype) in numbers.items()}
 
 
 @contextlib.contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """Torch warns at each save and load of a process without a group; one process is no mistake here."""
+    """Silences torch's warning at each save and load of a process without a group: one process is no mistake here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -486,21 +480,20 @@ def _unmatched(fit: Fit[Form | None], where: str) -> Unmatched:
     return Unmatched(fit.missing, fit.unexpected)
 
 
-def look(local: LocalTensor, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:
-    """``memory``: the elements of ``region``, in its order. The result shares it, and looks like ``local`` where a
-    module shows that."""
+def like_weight(local: LocalTensor, memory: torch.Tensor, region: _core.Region) -> torch.Tensor:
+    """Returns ``memory``, the elements of ``region`` in its order, in the form that a module shows for ``local``; where
+    that cannot be, whole or as a PartialTensor. The result shares the memory."""
     weight = local.shown if local.hidden is None else None
-    if isinstance(weight, DTensor) and weight._local_tensor.numel() == region.size and _torch_says(weight, region):
+    if isinstance(weight, DTensor) and weight._local_tensor.numel() == region.size and _torch_fits(weight, region):
         return sharded_like(weight, memory.view(weight._local_tensor.shape))
     if region == _core.Region.whole(list(region.shape)):
         return memory.view(region.shape)
     return PartialTensor(memory.reshape(-1), region)
 
 
-def _torch_says(tensor: Any, region: _core.Region) -> bool:
-    """Torch's own idea of what this rank holds, which checkpoints go by, is right: for uneven TP + FSDP2 not every
-    version's is.
-    """
+def _torch_fits(tensor: Any, region: _core.Region) -> bool:
+    """Returns whether torch's record of this rank's elements, which checkpoints go by, is ``region``: for uneven TP +
+    FSDP2 not every version's is right."""
     chunks = [chunk for chunk in tensor.__create_chunk_list__() if chunk.sizes.numel()]
     boxes = [(list(offsets), list(sizes)) for offsets, sizes, _ in region.boxes()]
     return boxes == [(list(chunk.offsets), list(chunk.sizes)) for chunk in chunks]

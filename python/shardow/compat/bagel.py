@@ -1,5 +1,5 @@
 """ByteDance-Seed/Bagel's FSDP helpers (train/fsdp_utils.py): a second FSDP model with averaged weights, and its
-checkpoints of five files. fsdp_ema_update() averages by e.mul_(d).add_(p, alpha=1-d), bit for bit as upstream."""
+checkpoints of five files. fsdp_ema_update() averages by e.mul_(d).add_(p, alpha=1-d), bit for bit as upstream does."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def strategy_of(config: FSDPConfig) -> ShardingStrategy:
 
 
 def fsdp_wrapper(original_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()) -> FSDP:
-    """FSDP1 with units of WRAPPED_CLASSES, computing in bfloat16; on CUDA, or on the CPU where there is none. What is
-    on meta gets memory without values: try_load_ckpt() brings them."""
+    """Wraps a model in FSDP1 with units of WRAPPED_CLASSES, computing in bfloat16; on CUDA, or on the CPU where there
+    is none. Weights on meta get memory without values: try_load_ckpt() brings them."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
@@ -94,15 +94,15 @@ def fsdp_wrapper(original_model: nn.Module, fsdp_config: FSDPConfig, ignored_mod
 
 
 def fsdp_ema_setup(ema_model: nn.Module, fsdp_config: FSDPConfig, ignored_modules: Iterable[nn.Module] = ()) -> FSDP:
-    """The model that will hold the averages, frozen and sharded. Built under shardow.meta_init() it takes no whole
-    copy; try_load_ckpt() fills it."""
+    """Freezes and shards the model that will hold the averages. Built under shardow.meta_init() it takes no whole copy;
+    try_load_ckpt() fills it."""
     for param in ema_model.parameters():
         param.requires_grad = False
     return fsdp_wrapper(ema_model, fsdp_config, ignored_modules)
 
 
 def grad_checkpoint_check_fn(module: nn.Module) -> bool:
-    """``check_fn`` of torch's apply_activation_checkpointing(): True for modules of CHECKPOINTED_CLASSES."""
+    """Returns True for modules of CHECKPOINTED_CLASSES: ``check_fn`` of torch's apply_activation_checkpointing()."""
     return _is_one_of(module, CHECKPOINTED_CLASSES)
 
 
@@ -112,48 +112,48 @@ def _is_one_of(module: nn.Module, names: Collection[str]) -> bool:
 
 @torch.no_grad()
 def fsdp_ema_update(ema_model: nn.Module, model: nn.Module, decay: float = 0.9999) -> None:
-    """After each optimizer step: the averages of what ``model`` trains now; persistent buffers are copied. Local. NaN
-    and Inf are held.
+    """Updates, after each optimizer step, the averages of the parameters that ``model`` trains now, and copies
+    persistent buffers. Local. NaN and Inf are held.
 
     Both models are FSDP1, FSDP2 or plain ones, sharded alike. The first call pairs their weights, which ``ema_model``
     remembers while it lives.
 
     Raises AssertionError and ValueError where they differ in names, shapes or sharding, before anything changes.
     """
-    twin = _twin_of(ema_model)
+    follower = _follower_of(ema_model)
     try:
-        averages = twin.bind(ema_model, model)
+        averages = follower.bind(ema_model, model)
     except ValueError as error:
         raise invalid(f"fsdp_ema_update(): {error}", AssertionError) from None
     averages.update(decay, 1 - decay)
 
 
-def _twin_of(ema_model: nn.Module) -> TrainedCopy:
-    """Returns what keeps ``ema_model`` at the averages; it pairs the models of copies and pickles anew."""
+def _follower_of(ema_model: nn.Module) -> TrainedCopy:
+    """Returns the follower that keeps ``ema_model`` at the averages; that of a copy or pickle pairs the models anew."""
     if _KEY not in ema_model.__dict__:
         if valueless := meta.valueless(ema_model):
             some = f"'{min(valueless)}' and {len(valueless) - 1} more averages"
             raise invalid(f"fsdp_ema_update(): {some} have no values yet; call try_load_ckpt() first")
         ema_model.__dict__[_KEY] = TrainedCopy(keeps=False)
-    twin: TrainedCopy = ema_model.__dict__[_KEY]
-    return twin
+    follower: TrainedCopy = ema_model.__dict__[_KEY]
+    return follower
 
 
-# Sinusoids, which the model has for its own resolution.
+# Sinusoids, which the model has for its own resolution: a file does not replace their values.
 _FIXED = ("latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed")
 
 
 class FSDPCheckpoint:
-    """``{ckpt_dir}/{step:07d}/``: ema.safetensors, model.safetensors, optimizer.{i:05d}-of-{n:05d}.pt, scheduler.pt,
-    data_status.pt.
-    """
+    """Saves and loads ``{ckpt_dir}/{step:07d}/``: ema.safetensors, model.safetensors, optimizer.{i:05d}-of-{n:05d}.pt,
+    scheduler.pt, data_status.pt."""
 
     @staticmethod
     def fsdp_save_ckpt(
         ckpt_dir: str | Path, train_steps: int, model: nn.Module, ema_model: nn.Module | None,
         optimizer: torch.optim.Optimizer, scheduler: Any, data_status: Any, logger: Any, fsdp_config: FSDPConfig,
     ) -> None:  # fmt: skip
-        """Collective over all ranks. Each writes its own bytes of the weights and its shard of the optimizer's state.
+        """Saves a step. Collective over all ranks. Each writes its own bytes of the weights and its shard of the
+        optimizer's state.
 
         The directory appears by one rename when it is whole. Until then it lies beside ``ckpt_dir``, where auto_resume
         does not look; inside, where another file system begins at ``ckpt_dir``.
@@ -164,9 +164,9 @@ class FSDPCheckpoint:
         shard_name, _, writes = _shard_of(fsdp_config)
 
         def fill(partial: Path) -> None:
-            for name, one in (("ema", ema_model), ("model", model)):
-                if one is not None:
-                    save(one, partial / f"{name}.safetensors", group=ranks.process_group)
+            for name, module in (("ema", ema_model), ("model", model)):
+                if module is not None:
+                    save(module, partial / f"{name}.safetensors", group=ranks.process_group)
             ranks.agree("fsdp_save_ckpt()", lambda: write_rest(partial))
 
         def write_rest(partial: Path) -> None:
@@ -184,13 +184,13 @@ class FSDPCheckpoint:
         resume_from: str | Path | None, logger: Any, model: nn.Module, ema_model: nn.Module | None = None,
         resume_from_ema: bool = False, missing_ema: str = "error",
     ) -> tuple[nn.Module, nn.Module | None]:  # fmt: skip
-        """Weights into ``model`` and ``ema_model``, wrapped or not; of what is sharded each rank reads its own bytes.
-        Collective.
+        """Loads weights into ``model`` and ``ema_model``, wrapped or not; of a sharded tensor each rank reads its own
+        bytes. Collective.
 
-        Everything that fits by name is loaded, the rest is told to ``logger``, as in upstream; tensors of another
-        shape, and files of which nothing fits, are refused before anything changes. ``missing_ema``: for a checkpoint
-        without ema.safetensors: "error", or "model": the averages begin as the weights of the file that ``model`` is
-        loaded from. Where there is no checkpoint, an ``ema_model`` without values (made on meta) begins as ``model``.
+        Everything that fits by name is loaded, and ``logger`` gets the rest, as in upstream. Tensors of another shape,
+        and files of which nothing fits, are refused before anything changes. ``missing_ema``: for a checkpoint without
+        ema.safetensors: "error", or "model": the averages begin as the weights of the file that ``model`` is loaded
+        from. Where there is no checkpoint, an ``ema_model`` without values (made on meta) begins as ``model``.
         """
         if missing_ema not in ("error", "model"):
             raise invalid(f"missing_ema={missing_ema!r}; 'error', or 'model': the averages begin as the weights")
@@ -209,17 +209,17 @@ class FSDPCheckpoint:
             ema_file = ranks.agree("try_load_ckpt()", lambda: _ema_file(folder, source, missing_ema, logger))
             wanted.append((ema_model, ema_file))
         for check_only in (True, False):
-            for one, path in wanted:
-                _load(one, path, ranks, logger, check_only)
+            for module, path in wanted:
+                _load(module, path, ranks, logger, check_only)
         return model, ema_model
 
     @staticmethod
     def try_load_train_state(
         resume_from: str | Path | None, optimizer: torch.optim.Optimizer, scheduler: Any, fsdp_config: FSDPConfig
     ) -> tuple[torch.optim.Optimizer, Any, int, Any]:
-        """(optimizer, scheduler, the next step, this rank's data_status). Collective. Everything is read before
-        anything is loaded. Raises FileNotFoundError where the optimizer's state was saved in another number of shards,
-        naming both."""
+        """Returns (optimizer, scheduler, the next step, this rank's data_status), the first two loaded. Collective.
+        Everything is read before anything is loaded. Raises FileNotFoundError where the optimizer's state was saved in
+        another number of shards, naming both."""
         ranks = all_ranks()
         folder = _existing(resume_from, ranks)
         if folder is None:
@@ -256,8 +256,8 @@ def _load(model: nn.Module, path: Path, ranks: RankGroup, logger: Any, check_onl
 
     report = fill.FileLoad(path, look).fill(ranks, what, check_only)
     if len(report["missing"]) == len(names):
-        there, here = ", ".join(report["unexpected"][:5]), ", ".join(names[:5])
-        raise invalid(f"try_load_ckpt(): {path} has nothing of this model: it has {there} ..., the model {here} ...")
+        stored, wanted = ", ".join(report["unexpected"][:5]), ", ".join(names[:5])
+        raise invalid(f"try_load_ckpt(): {path} has nothing of this model: it has {stored} ..., the model {wanted} ...")
     if not check_only:
         meta.have_values(model)
         unexpected = [name for name in report["unexpected"] if name not in fixed]
@@ -291,8 +291,8 @@ def _read_shard(folder: Path, name: str, count: int) -> Any:
     if (folder / name).exists():
         return foreign.loaded(folder / name)
     counts = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("optimizer.*-of-*.pt")})
-    there = f"that of {' and '.join(map(str, counts))} shards" if counts else "none"
-    differ = f"this run has {count} shards of the optimizer's state, the checkpoint {there}"
+    stored = f"that of {' and '.join(map(str, counts))} shards" if counts else "none"
+    differ = f"this run has {count} shards of the optimizer's state, the checkpoint {stored}"
     way_out = "Resume with as many, or from the weights alone, which fit any number"
     raise errors.make("not_found", f"{folder} has no {name}: {differ}. {way_out}")
 

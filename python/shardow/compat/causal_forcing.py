@@ -43,9 +43,9 @@ class EMA_FSDP:
 
     Args:
         decay: weight kept on the old average, in [0, 1]; or a Schedule of shardow.schedules.
-        start_step: until then updates copy the weights: in place of making the average late, at an ``ema_start_step``.
+        start_step: until then updates copy the weights, which replaces averages made late, at an ``ema_start_step``.
         device: where the averages live: the host, as in upstream; None: with their weights.
-        replicas: "split": ranks that hold the same weights (HSDP, DDP) divide averages and work; "copy": as in the
+        replicas: "split": ranks that hold the same weights (HSDP, DDP) divide averages and work; "copy": as in
             upstream.
         group, timeout: as in shardow.EMA.
 
@@ -72,7 +72,7 @@ class EMA_FSDP:
 
     @property
     def decay(self) -> float:
-        """Of the next update; may be set to a number or a Schedule at any time."""
+        """Decay of the next update; may be set to a number or a Schedule at any time."""
         return self._averages.engine.decays[0]
 
     @decay.setter
@@ -83,20 +83,19 @@ class EMA_FSDP:
 
     @property
     def shadow(self) -> dict[str, torch.Tensor]:
-        """This rank's float32 part of each average, by the names of ``fsdp_module.module.named_parameters()``: the
-        memory itself. A part that is not the whole is 1-D, in the order of the weight's own memory."""
+        """Returns this rank's float32 part of each average, by the names of ``fsdp_module.module.named_parameters()``:
+        the memory itself. A part that is not the whole is 1-D, in the order of the weight's own memory."""
         return Shadow(self.state_dict())
 
     @shadow.setter
     def shadow(self, shadow: Mapping[str, torch.Tensor]) -> None:
-        """As load_state_dict(), collective too."""
+        """Loads as load_state_dict() does; collective too."""
         self.load_state_dict(shadow)
 
     @torch.no_grad()
     def update(self, fsdp_module: Any = None) -> None:
-        """After an optimizer step; no communication. Raises ValueError and KeyError where the module or a parameter is
-        another one.
-        """
+        """Updates the averages after an optimizer step; no communication. Raises ValueError and KeyError where the
+        module or a parameter is another one."""
         if fsdp_module is not None:
             self._refuse_other(fsdp_module)
         try:
@@ -105,8 +104,8 @@ class EMA_FSDP:
             raise invalid(str(error), KeyError) from None
 
     def _refuse_other(self, module: Any) -> None:
-        """Raises for another model. A copy, or what comes out of a pickle, has a copy of the model; the first module
-        that it is given takes its place."""
+        """Raises for another model. An EMA_FSDP from a copy or a pickle has a copy of the model; the first module that
+        update() gets takes its place."""
         model = self._model if module is self._model else model_and_root(module)[0]
         if self._is_copy and model is not self._model:
             made = EMA(model, self._averages.engine.schedules, **self._averages.arguments)
@@ -117,25 +116,25 @@ class EMA_FSDP:
             raise invalid(f"update(): this is not the module that the averages are of; {way_out}", KeyError)
 
     def __getstate__(self) -> dict[str, Any]:
-        """With a copy of the model. Raises NotImplementedError where ranks share it."""
+        """Returns a state that includes the model. Raises NotImplementedError where ranks share it."""
         self._averages.to_copy("copied")
         return {**self.__dict__, "_is_copy": True}
 
     # ---- state
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's parts, without a copy, as ``shadow``; for load_state_dict() of the same sharding, and for
+        """Returns this rank's parts, without a copy, as ``shadow``; for load_state_dict() of the same sharding, and for
         torch.distributed.checkpoint. For the whole: full_state_dict(), save()."""
         return {self._names[name]: tensor for name, tensor in self._averages.averages().items()}
 
     def load_state_dict(self, sd: Mapping[str, torch.Tensor]) -> None:
-        """This rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective. Raises
-        ValueError, on every rank, with everything that does not fit, before anything changes."""
+        """Loads this rank's parts, or full tensors on every rank, with or without wrappers in their keys. Collective.
+        Raises ValueError, on every rank, with everything that does not fit, before anything changes."""
         load_averages(self._averages, sd)
 
     def full_state_dict(self, fsdp_module: Any = None, key_style: str = "wrapped") -> dict[str, torch.Tensor]:
-        """Whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out of it;
-        one tensor at a time travels.
+        """Returns whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out
+        of it; one tensor at a time travels.
 
         ``key_style``: "wrapped": as upstream's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the
         unwrapped model's.
@@ -147,19 +146,19 @@ class EMA_FSDP:
         return full if style == "clean" else {self._names[name]: tensor for name, tensor in full.items()}
 
     def save(self, path: str | Path) -> None:
-        """Resumable, every rank writing its own bytes; see shardow.EMA.save(). Collective."""
+        """Writes a resumable checkpoint, every rank its own bytes; see shardow.EMA.save(). Collective."""
         self.ema.save(path)
 
     def load(self, path: str | Path) -> None:
-        """What save() wrote, with its decay and step, at any world size and sharding. Collective."""
+        """Loads what save() wrote, with its decay and step, at any world size and sharding. Collective."""
         self.ema.load(path)
 
     # ---- the averages in a model
 
     @torch.no_grad()
     def copy_to(self, fsdp_module: Any) -> None:
-        """The averages, cast, into the parameters of a module with the same names: the live one, where each rank writes
-        its own part, or another, sharded or not, which tensor after tensor visits. Collective.
+        """Copies the averages, cast, into the parameters of a module with the same names. In the live one each rank
+        writes its own part; another, sharded or not, gets tensor after tensor. Collective.
 
         Raises ValueError and KeyError, before anything changes, where a name is on one side only or a shape differs.
         """
@@ -169,22 +168,22 @@ class EMA_FSDP:
             return
 
         def refuse_unlike() -> None:
-            here = {row.name: tuple(row.local.region.shape) for row in self._averages.tracked}
-            there = {local.name: tuple(local.region.shape) for local in find(model, odd=True).parameters}
-            fit = compare(here, there)
+            averages = {row.name: tuple(row.local.region.shape) for row in self._averages.tracked}
+            weights = {local.name: tuple(local.region.shape) for local in find(model, odd=True).parameters}
+            fit = compare(averages, weights)
             fit.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
 
         self._averages.ranks.agree("copy_to()", refuse_unlike)
         copies.copy_to(self._averages, model, None, complete=False)
 
     def swapped(self) -> AbstractContextManager[None]:
-        """``with ema.swapped():`` the live module holds the averages; afterwards its weights, bit for bit.
-        Collective."""
+        """Swaps the averages in: in ``with ema.swapped():`` the live module holds them; afterwards its weights, bit for
+        bit. Collective."""
         return self.ema.swapped()
 
 
 class Shadow(dict[str, torch.Tensor]):
-    """What ``shadow`` gives: entries are the averages' memory, and can't be exchanged. It is pickled as a dict."""
+    """Dict that ``shadow`` gives: entries are the averages' memory, and can't be exchanged. It is pickled as a dict."""
 
     def __setitem__(self, name: str, value: torch.Tensor) -> NoReturn:
         way_out = f"write shadow[{name!r}].copy_(...), or assign the whole: shadow = {{...}}"
@@ -195,9 +194,8 @@ class Shadow(dict[str, torch.Tensor]):
 
 
 def fsdp_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole CPU tensors of the live model, parameters and persistent buffers, under clean names, on rank 0; {}
-    elsewhere. Collective.
-    """
+    """Returns whole CPU tensors of the live model, parameters and persistent buffers, under clean names, on rank 0; {}
+    elsewhere. Collective."""
     return full_state_dict(model)
 
 
@@ -207,8 +205,8 @@ def fsdp_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def write_model_pt(
     path: str | Path, ema: EMA_FSDP | None = None, key_style: str = "wrapped", **models: nn.Module
 ) -> None:
-    """``ema`` as "generator_ema", and live models by name (``generator=``, ``critic=``), gathered to rank 0, which
-    writes them. Collective.
+    """Writes ``ema`` as "generator_ema", and live models by name (``generator=``, ``critic=``), from rank 0, to which
+    they are gathered. Collective.
 
     What was there stays until the new file is whole. For a model that does not fit one host: EMA_FSDP.save(),
     shardow.save().
@@ -228,40 +226,39 @@ def write_model_pt(
 
 
 def read_model_pt(path: str | Path, entry: str = "generator_ema") -> dict[str, torch.Tensor]:
-    """One entry's tensors, mapped from the file, without wrappers in their keys. Raises KeyError where there is no such
-    entry.
-    """
+    """Returns one entry's tensors, mapped from the file, without wrappers in their keys. Raises KeyError where there is
+    no such entry."""
     content = foreign.loaded(path)
     if not isinstance(content, Mapping) or not isinstance(content.get(entry), Mapping):
-        there = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
-        raise errors.make("not_found", f"{path} has no {entry!r}; it has {there[:400]}")
-    found: dict[str, torch.Tensor] = {}
+        names = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
+        raise errors.make("not_found", f"{path} has no {entry!r}; it has {names[:400]}")
+    tensors: dict[str, torch.Tensor] = {}
     for key, tensor in content[entry].items():
-        if (name := without_wrappers(key)) in found:
+        if (name := without_wrappers(key)) in tensors:
             raise errors.make("corrupt", f"{path} has '{name}' twice in {entry!r}, once as '{key}'")
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 @torch.no_grad()
 def load_model_pt(target: EMA_FSDP | nn.Module | Any, path: str | Path, entry: str = "generator_ema") -> None:
-    """One entry into averages, or into a model, sharded or not, also one on meta; each rank reads its own slices.
+    """Loads one entry into averages, or into a model, sharded or not, also one on meta; each rank reads its own slices.
     Collective.
 
     Buffers of the model that the entry lacks keep their values. Raises, on every rank and before anything changes,
     where other names or shapes differ.
     """
     model = target._model if isinstance(target, EMA_FSDP) else model_and_root(target)[0]
-    found = ranks_of(model).agree("load_model_pt()", lambda: read_model_pt(path, entry))
+    tensors = ranks_of(model).agree("load_model_pt()", lambda: read_model_pt(path, entry))
     if isinstance(target, EMA_FSDP):
-        target.load_state_dict(found)
+        target.load_state_dict(tensors)
     else:
         kept = {
             slot.name: slot.recorded
             for slot in slots(model, "buffer")  # of which no average has any
             if not slot.recorded.is_meta and not hasattr(slot.recorded, "_local_tensor")
         }
-        materialize(model, {**kept, **found})
+        materialize(model, {**kept, **tensors})
 
 
 # ---- how the trainers start and wrap: FSDP1 with their options
@@ -282,7 +279,7 @@ def fsdp_wrap(
     min_num_params: int = int(5e7), transformer_module: type[nn.Module] | Iterable[type[nn.Module]] | None = None,
     cpu_offload: bool = False, **options: Any,
 ) -> FullyShardedDataParallel:  # fmt: skip
-    """FSDP1 around ``module``; every parameter keeps its name and its own requires_grad.
+    """Wraps ``module`` in FSDP1; every parameter keeps its name and its own requires_grad.
 
     Args:
         sharding_strategy: "full", "hybrid_full", "hybrid_zero2" or "no_shard".
@@ -325,13 +322,14 @@ def _policy(wrap_strategy: str, min_num_params: int, transformer_module: Any) ->
 
 
 def barrier() -> None:
-    """Of all ranks, where there are several."""
+    """Waits for all ranks, where there are several."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def launch_distributed_job(backend: str = "nccl") -> None:
-    """The process group that torchrun's variables tell of, and this process's CUDA device where there are any."""
+    """Makes the process group that torchrun's variables describe, and sets this process's CUDA device where there are
+    any."""
     dist.init_process_group(backend, timeout=timedelta(minutes=30))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -40,7 +40,7 @@ _SHARD = re.compile(r"diffusion_pytorch_model-\d{5}-of-\d{5}\.(safetensors|bin)"
 class EMAModel:
     """Averages of ``parameters``; the decay of step n is that of shardow.schedules.diffusers().
 
-    ``model_cls``, ``model_config``: of diffusers, for save_pretrained(). ``foreach``: upstream's other rounding.
+    ``model_cls``, ``model_config``: of diffusers, for save_pretrained(). ``foreach``: rounds as upstream does with it.
     DTensors and FSDP1's shards are averaged as they are; nothing but save_pretrained() and from_pretrained(parameters=)
     of DTensors is collective.
     """
@@ -75,9 +75,9 @@ class EMAModel:
     def from_pretrained(
         cls, path: str | os.PathLike[str], model_cls: Any, foreach: bool = False, parameters: Parameters | None = None
     ) -> EMAModel:
-        """What save_pretrained() wrote, here or in diffusers, with its counters. ``parameters``: of the model that is
-        trained; of DTensors each rank reads its own slices; collective. Without them the averages are whole, on the
-        CPU."""
+        """Reads what save_pretrained() wrote, here or in diffusers, with its counters. ``parameters``: of the model
+        that is trained; of DTensors each rank reads its own slices; collective. Without them the averages are whole, on
+        the CPU."""
         folder = Path(path)
         if parameters is None:
             config, model = model_cls.load_config(str(folder)), model_cls.from_pretrained(str(folder))
@@ -91,8 +91,8 @@ class EMAModel:
         return ema
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
-        """A directory that ``model_cls.from_pretrained()`` takes; the counters are in its config.json. Collective where
-        the averages are DTensors: every rank writes its own bytes. Else for one rank alone."""
+        """Writes a directory that ``model_cls.from_pretrained()`` takes; the counters are in its config.json.
+        Collective where the averages are DTensors: every rank writes its own bytes. Else for one rank alone."""
         if self.model_cls is None or self.model_config is None:
             missing = "model_cls" if self.model_cls is None else "model_config"
             raise invalid(f"save_pretrained() needs {missing}=, which was not given when this was made")
@@ -119,7 +119,7 @@ class EMAModel:
         ranks.agree(what, finish)
 
     def get_decay(self, optimization_step: int) -> float:
-        """The decay of a step, counted from 1."""
+        """Returns the decay of a step, counted from 1."""
         step = max(0, optimization_step - self.update_after_step - 1)
         if step <= 0:
             return 0.0
@@ -127,16 +127,15 @@ class EMAModel:
         return max(min(warm, self.decay), self.min_decay)
 
     def step(self, parameters: Parameters | nn.Module) -> None:
-        """After an optimizer step."""
+        """Updates the averages after an optimizer step."""
         step = self.optimization_step + 1
         decay = self.get_decay(step)
         self._averages.update(self.shadow_params, _listed(parameters), decay, 1 - decay)
         self.optimization_step, self.cur_decay_value = step, decay
 
     def copy_to(self, parameters: Parameters) -> None:
-        """The averages into the parameters. FSDP's unsharded copies are freed; a backward through the old weights
-        raises.
-        """
+        """Copies the averages into the parameters. FSDP's unsharded copies are freed; a backward through the old
+        weights raises."""
         assign(list(parameters), self.shadow_params)
 
     def pin_memory(self) -> None:
@@ -153,7 +152,8 @@ class EMAModel:
         self.shadow_params = moved(self.shadow_params, device, dtype, non_blocking)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and ``shadow_params``, which are this object's own. Of a sharded model, this rank's part."""
+        """Returns the counters and ``shadow_params``, which are this object's own. Of a sharded model, this rank's
+        part."""
         return {**self._counters(), "shadow_params": self.shadow_params}
 
     def _counters(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class EMAModel:
         self.temp_stored_params = [p.detach().to("cpu", copy=True) for p in resharded(parameters)]
 
     def restore(self, parameters: Parameters) -> None:
-        """The stored values into the parameters; they are not stored any more."""
+        """Copies the stored values into the parameters; they are not stored any more."""
         if self.temp_stored_params is None:
             raise invalid("restore(): nothing was stored; call store() first", RuntimeError)
         assign(list(parameters), self.temp_stored_params)
@@ -174,7 +174,7 @@ class EMAModel:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copies a state, whole or in part. Of whole tensors, sharded averages take their part. Raises ValueError,
         before anything changes, for what does not fit."""
-        counters = {name: state_dict.get(name, now) for name, now in self._counters().items()}
+        counters = {name: state_dict.get(name, value) for name, value in self._counters().items()}
         fraction("decay", counters["decay"])
         for name, kinds in _KINDS.items():
             if not isinstance(counters[name], kinds):
@@ -200,15 +200,15 @@ def _listed(parameters: Parameters | nn.Module) -> list[torch.Tensor]:
 
 
 def _deprecated(kwargs: dict[str, Any], decay: float, min_decay: float) -> tuple[float, float, Any]:
-    """(decay, min_decay, device) with what old names say."""
+    """Returns (decay, min_decay, device), with the values of deprecated names."""
     instead = {"max_value": "decay=", "min_value": "min_decay=", "device": "to()"}
     for name, value in kwargs.items():
         if name not in instead:
             warn(f"EMAModel() has no option {name!r}; it is ignored, as in diffusers")
         elif value is not None:
             warn(f"{name}= is deprecated; use {instead[name]}", FutureWarning)
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    return given.get("max_value", decay), given.get("min_value", min_decay), given.get("device")
+    values = {name: value for name, value in kwargs.items() if value is not None}
+    return values.get("max_value", decay), values.get("min_value", min_decay), values.get("device")
 
 
 # ---- a diffusers model's directory: its class tells the parameters' names, from a copy on meta, and writes its own
@@ -257,12 +257,12 @@ def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
             way_out = "save state_dict() on every rank, or copy_to() the model and save that one whole, then restore()"
             raise invalid(f"{flat}, of which no {type(model).__name__} can be saved; {way_out}", RuntimeError)
         if param.shape != shadow.shape:
-            there = f"{tuple(param.shape)} in a {type(model).__name__} of this config"
-            raise invalid(f"'{name}' is {there}, its average {tuple(shadow.shape)}", RuntimeError)
+            expected = f"{tuple(param.shape)} in a {type(model).__name__} of this config"
+            raise invalid(f"'{name}' is {expected}, its average {tuple(shadow.shape)}", RuntimeError)
 
 
 def _named(model: nn.Module, shadows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's state_dict() with averages in the dtypes of its parameters, under all of their names."""
+    """Returns the model's state_dict() with averages in the dtypes of its parameters, under all of their names."""
     _check(model, shadows)
     by_parameter = {
         id(parameter): shadow.to(parameter.dtype) if shadow.is_floating_point() else shadow

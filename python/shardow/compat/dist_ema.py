@@ -1,4 +1,4 @@
-"""ckczzj/DistEMA: averages of a replicated model, cut into one equal stretch for each rank, on shardow's engine and
+"""ckczzj/DistEMA: averages of a replicated model, cut into one equal range for each rank, on shardow's engine and
 files. Names, signatures, the partition, the recursion ``e.mul_(d).add_(p, alpha=1 - d)`` and the warm-up are
 upstream's."""
 
@@ -39,13 +39,13 @@ PRECISION_TO_TYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch
 
 
 def requires_grad(model: nn.Module, flag: bool = True) -> None:
-    """Sets it on every parameter."""
+    """Sets requires_grad on every parameter."""
     for p in model.parameters():
         p.requires_grad = flag
 
 
 class DistEMA:
-    """Averages of all parameters of ``model``, of which this rank keeps one stretch. Collective over the ``world_size``
+    """Averages of all parameters of ``model``, of which this rank keeps one range. Collective over the ``world_size``
     ranks that share it.
 
     Parameters lie one after another in the order of named_parameters(), P elements in all; with n = ceil(P /
@@ -64,7 +64,7 @@ class DistEMA:
         name_list, index_list, ema_param_list: of the parameters that this rank has a part of: the name, the (first,
             last) element, both included, in row-major order of the parameter (of what this rank holds of it, where it
             is sharded), and its average, 1-D, the memory itself.
-        decay_steps: updates so far. torch_dtype: of averages. model: what they were made of.
+        decay_steps: updates so far. torch_dtype: of averages. model: the one that they were made of.
 
     Raises:
         KeyError (no such dtype), TypeError (warmup without power), ValueError: each a ValueError too.
@@ -89,7 +89,7 @@ class DistEMA:
         self._ranks.step("DistEMA(...)", self._start)
 
     def _start(self) -> Step[None]:
-        """Raises ValueError; also KeyError and TypeError, where upstream does."""
+        """Checks options and cuts the model. Raises ValueError; also KeyError and TypeError, where upstream does."""
         if self.dtype not in PRECISION_TO_TYPE:
             known = ", ".join(map(repr, PRECISION_TO_TYPE))
             raise invalid(f"dtype={self.dtype!r}; it must be one of {known}", KeyError)
@@ -114,7 +114,7 @@ class DistEMA:
         return Step(None, [equal_facts("DistEMA(...)", facts, self._ranks), self._ranks.join("DistEMA")])
 
     def __getstate__(self) -> dict[str, Any]:
-        """With a copy of the model. Raises NotImplementedError where ranks share it."""
+        """Returns a state that includes the model. Raises NotImplementedError where ranks share it."""
         refuse_copies(self._ranks)
         names = ("model", "world_size", "rank", *self.config, "_seed", "torch_dtype")
         state = {name: getattr(self, name) for name in names}
@@ -129,15 +129,15 @@ class DistEMA:
 
     @torch.no_grad()
     def build_ema_model(self) -> None:
-        """Cuts ``self.model`` anew; averages become equal to its weights. Local."""
+        """Cuts the averages of ``self.model`` anew; they become equal to its weights. Local."""
         name_of = called(self.model)
         self._view = find(self.model, group=self._group)
         self._shares = shares(self._view, self.world_size, self.rank, self.torch_dtype, is_sharded(self.model))
-        self._called = {one.name: name_of(one.name) for one in [*self._view.parameters, *self._view.buffers]}
-        own = [one for one in self._shares if one.region.size]
-        self.name_list = [self._called[one.name] for one in own]
-        self.index_list = [(one.begin, one.begin + one.region.size - 1) for one in own]
-        self.ema_param_list = [one.averages[0] for one in own]
+        self._called = {local.name: name_of(local.name) for local in [*self._view.parameters, *self._view.buffers]}
+        own = [share for share in self._shares if share.region.size]
+        self.name_list = [self._called[share.name] for share in own]
+        self.index_list = [(share.begin, share.begin + share.region.size - 1) for share in own]
+        self.ema_param_list = [share.averages[0] for share in own]
         self._pair()
 
     def _pair(self) -> None:
@@ -151,12 +151,12 @@ class DistEMA:
     # ---- training
 
     def set_decay_steps(self, decay_steps: int) -> None:
-        """Updates so far, for the warm-up, and for the noise of 16-bit averages."""
+        """Sets the number of updates so far, for the warm-up, and for the noise of 16-bit averages."""
         self.decay_steps = decay_steps
 
     def get_decay(self) -> float:
-        """Of the next update. With ``warmup``: s = max(0, decay_steps - update_after_step - 1), then 1 - (1 + s /
-        inv_gamma)^-power into [min_decay, decay]: the first two updates copy. Else ``decay``."""
+        """Returns the decay of the next update. With ``warmup``: s = max(0, decay_steps - update_after_step - 1), then
+        1 - (1 + s / inv_gamma)^-power into [min_decay, decay]: the first two updates copy. Else ``decay``."""
         if self.power is None or not self.warmup:
             return self.decay
         steps = max(0, self.decay_steps - self.update_after_step - 1)
@@ -165,9 +165,9 @@ class DistEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float | None = None) -> None:
-        """After an optimizer step: one pass over this rank's stretch; no communication. Raises KeyError (a ValueError
-        too), before anything changes, where ``model`` is not what the averages were made of: another model must have
-        the same names."""
+        """Updates the averages after an optimizer step: one pass over this rank's range; no communication. Raises
+        KeyError (a ValueError too), before anything changes, where ``model`` is not the one that the averages were made
+        of: another model must have the same names."""
         used = fraction("decay", self.get_decay() if decay is None else decay)
         self._bind(model)
         for share in self._staged:
@@ -177,7 +177,7 @@ class DistEMA:
         self._counted = self.decay_steps
 
     def _bind(self, model: nn.Module) -> None:
-        """Pairs anew what has been replaced or has moved."""
+        """Pairs anew the parameters that have been replaced or have moved."""
         if model is not self._view.model or not self._view.unchanged_at_rest():
             view = find(model, group=self._group)
             locals_ = {local.name: local for local in view.parameters}
@@ -192,7 +192,7 @@ class DistEMA:
             ]
             self._view = view
             self._pair()
-        elif self._counted > self.decay_steps:  # the noise goes back with them
+        elif self._counted > self.decay_steps:  # steps went back, and the noise goes with them
             self._pair()
 
     # ---- state
@@ -207,7 +207,7 @@ class DistEMA:
     def state_dict(
         self, cpu_group: dist.ProcessGroup | None = None, *, everywhere: bool = False, buffers: bool = False
     ) -> OrderedDict[str, torch.Tensor]:
-        """Whole averages, CPU tensors, by the names of ``model.named_parameters()``, on rank 0, {} elsewhere;
+        """Returns whole averages, CPU tensors, by the names of ``model.named_parameters()``, on rank 0, {} elsewhere;
         collective.
 
         Args:
@@ -232,8 +232,8 @@ class DistEMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Whole averages, on every rank; or ``{"model": averages, "config": config}``, with its decay_steps. Wrappers'
-        names and buffers are passed over.
+        """Loads whole averages, on every rank; or ``{"model": averages, "config": config}``, with its decay_steps.
+        Wrappers' names and buffers are passed over.
 
         Raises ValueError (KeyError where names are missing), on every rank and before anything changes, with all that
         does not fit, other options too.
@@ -261,7 +261,7 @@ class DistEMA:
     # ---- files
 
     def save(self, path: str | Path) -> None:
-        """Averages and ``config`` into a .safetensors file, each rank writing its own bytes; for load(). Collective;
+        """Writes averages and ``config`` into a .safetensors file, each rank its own bytes; for load(). Collective;
         nothing is gathered."""
         self._needs_all("save()")
 
@@ -273,7 +273,7 @@ class DistEMA:
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
-        """What save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective.
+        """Loads what save() wrote, at any world size, with its decay_steps; each rank reads its own bytes. Collective.
         Raises, before anything changes, where names, shapes or options differ."""
         self._needs_all("load()")
 
@@ -288,7 +288,7 @@ class DistEMA:
         self.decay_steps = loading.steps
 
     def _held(self, saving: bool) -> LocalState:
-        """In a sharded model, what every rank holds whole is saved by rank 0."""
+        """Returns this rank's averages. ``saving``: in a sharded model rank 0 alone saves what all ranks hold whole."""
         everything = not saving or not is_sharded(self.model)
         parts = [
             LocalShard(share.name, share.averages[0], share.region)
@@ -299,7 +299,7 @@ class DistEMA:
 
 
 class _Load(FileLoad):
-    """A load that begins where the options, which are in the file, fit ``config``. ``steps``: decay_steps there."""
+    """Loads where the options, which are in the file, fit ``config``. ``steps``: the file's decay_steps."""
 
     config: dict[str, Any]
 
@@ -312,33 +312,32 @@ class _Load(FileLoad):
         return super().wanted(words, files)
 
 
-def steps_in(saved: Mapping[str, Any], here: Mapping[str, Any]) -> int:
-    """decay_steps of a saved ``config``; raises ValueError where other options differ from those here."""
-    other = {key: value for key, value in here.items() if key != "decay_steps" and saved.get(key) != value}
-    if other:
-        differs = ", ".join(f"{key}={saved.get(key)!r} (here {value!r})" for key, value in other.items())
+def steps_in(saved: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Returns decay_steps of a saved ``config``; raises ValueError where other options differ from ``config``."""
+    different = {key: value for key, value in config.items() if key != "decay_steps" and saved.get(key) != value}
+    if different:
+        differs = ", ".join(f"{key}={saved.get(key)!r} (here {value!r})" for key, value in different.items())
         way_out = "make DistEMA with the same options, or pass the averages alone and set_decay_steps()"
         raise invalid(f"the averages were saved with {differs}; {way_out}")
     return whole("decay_steps", saved.get("decay_steps"), 0)
 
 
 # ---- shares: who averages which elements of which parameter. Whole parameters lie one after another in row-major
-# order, cut into equal stretches, one a rank.
+# order, cut into equal ranges, one a rank.
 
 
 def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: bool) -> list[Tracked]:
-    """One of each parameter, empty ones too, whose averages equal the weights. ``sharded``: what a rank holds, which
-    replicas divide.
-    """
-    if (odd := [one for one in view.parameters if one.tensor.is_complex()]) != []:
+    """Returns a share of each parameter, empty ones too, whose averages equal the weights. ``sharded``: of what a rank
+    holds, which replicas divide."""
+    if (odd := [local for local in view.parameters if local.tensor.is_complex()]) != []:
         raise unsupported(f"'{odd[0].name}' is {odd[0].tensor.dtype}; averages of complex numbers are not kept here")
-    made, total, at = [], sum(one.region.size for one in view.parameters), 0
-    each = -(-total // world)
+    made, total, at = [], sum(local.region.size for local in view.parameters), 0
+    length = -(-total // world)
     for local in view.parameters:
         if sharded:
             region, begin = divide(local, "split")
         else:
-            begin, end = (min(max(border - at, 0), local.region.size) for border in (rank * each, (rank + 1) * each))
+            begin, end = (min(max(edge - at, 0), local.region.size) for edge in (rank * length, (rank + 1) * length))
             region = local.region.window(begin, end)
             at += local.region.size
         share = Tracked(local, region, begin)
@@ -348,5 +347,5 @@ def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: 
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """The same on every rank, whatever each of them holds."""
+    """Returns whether a weight of the model is sharded: the same on every rank, whatever each of them holds."""
     return has_fsdp(model) or any(isinstance(p, DTensor) or is_partitioned(p) for p in model.parameters())

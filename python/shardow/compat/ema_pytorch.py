@@ -34,8 +34,8 @@ class EMA(nn.Module):
     """The averages of ``model``; call it as the model.
 
     Args:
-        ema_model: what to keep them in, or a function that makes it; by default a deep copy. Of an FSDP model, a
-            stand-in, whose calls are collective.
+        ema_model: the model to keep them in, or a function that makes it; by default a deep copy. Of an FSDP model, a
+            proxy, whose calls are collective.
         beta: the greatest decay. ``min_value``: the least. ``inv_gamma``, ``power``: of the schedule.
         update_after_step: the averages are copies up to this step.
         update_every: steps between updates.
@@ -44,11 +44,11 @@ class EMA(nn.Module):
         include_online_model: the model is a submodule, and in state_dict().
         update_model_with_ema_every: steps after which the model gets its averages, by ``update_model_with_ema_beta`` of
             its own weights.
-        forward_method_names: methods of the averaged model that this has too.
-        move_ema_to_online_device: where the model's first parameter is.
+        forward_method_names: methods of the averaged model that this module has too.
+        move_ema_to_online_device: averages move to the device of the model's first parameter.
         lazy_init_ema: the copy is made at the first update.
-        allow_different_devices, coerce_dtype, use_foreach: accepted; devices and dtypes may differ, and there is one
-            pass.
+        allow_different_devices, coerce_dtype, use_foreach: accepted; devices and dtypes may differ anyway, and
+            there is one pass.
         replicas: "split": under DDP, ranks divide the averages (ours).
     """
 
@@ -86,7 +86,7 @@ class EMA(nn.Module):
         self.forward_method_names = forward_method_names
         self.move_ema_to_online_device = move_ema_to_online_device
         self._replicas = replicas
-        #: By whether it goes back: the models and names that it was made for, and what brings one to the other.
+        #: Followers, by whether the model follows its averages: (models and names that it was made for, follower).
         self._followers: dict[bool, tuple[Any, Follower]] = {}
         self.ema_model: Any = None
         if not lazy_init_ema:
@@ -99,11 +99,11 @@ class EMA(nn.Module):
         self.ema_model = self._second_model() if ema_model is None else ema_model
         for p in self.ema_model.parameters():
             p.requires_grad_(False)
-        stands_in = isinstance(self.ema_model, SwappedModelProxy)
-        named = self.model if stands_in else self.ema_model
+        is_proxy = isinstance(self.ema_model, SwappedModelProxy)
+        named = self.model if is_proxy else self.ema_model
         for name in self.forward_method_names:
             method = getattr(named, name)
-            setattr(self, name, partial(self.ema_model.run, method) if stands_in else method)
+            setattr(self, name, partial(self.ema_model.run, method) if is_proxy else method)
         self.parameter_names = {name for name, p in named.named_parameters() if p.is_floating_point() or p.is_complex()}
         self.buffer_names = {name for name, b in named.named_buffers() if b.is_floating_point() or b.is_complex()}
 
@@ -127,12 +127,12 @@ class EMA(nn.Module):
         return self.ema_model(*args, **kwargs)
 
     def eval(self) -> Any:
-        """The averaged model, in evaluation mode."""
+        """Returns the averaged model, in evaluation mode."""
         return self.ema_model.eval()
 
     @torch.no_grad()
     def forward_eval(self, *args: Any, **kwargs: Any) -> Any:
-        """A call in evaluation mode, without gradients; the modes are what they were afterwards."""
+        """Calls the averaged model in evaluation mode, without gradients; modes are what they were afterwards."""
         with modes_kept(self.ema_model):
             return self.eval()(*args, **kwargs)
 
@@ -149,13 +149,13 @@ class EMA(nn.Module):
     # ---- averaging
 
     def add_to_optimizer_post_step_hook(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
-        """update() after every step of the optimizer, until the handle is removed."""
+        """Calls update() after every step of the optimizer, until the returned handle is removed."""
         if not hasattr(optimizer, "register_step_post_hook"):
             raise invalid(f"a {type(optimizer).__name__} has no hooks after steps; call update()", AssertionError)
         return optimizer.register_step_post_hook(lambda *_: self.update())
 
     def get_current_decay(self) -> float:
-        """In float32, as upstream: the last bits depend on it."""
+        """Returns the decay, computed in float32 as upstream does: the last bits depend on it."""
         epoch = (self.step - self.update_after_step - 1).clamp(min=0.0)
         if epoch.item() <= 0:
             return 0.0
@@ -163,9 +163,8 @@ class EMA(nn.Module):
         return float(value.clamp(min=self.min_value, max=self.beta).item())
 
     def update(self) -> None:
-        """After an optimizer step. Only every ``update_every``-th one, from the first, does anything; a failed one is
-        not counted.
-        """
+        """Updates the averages after an optimizer step. Only every ``update_every``-th step, from the first, changes
+        anything; a failed one is not counted."""
         step = int(self.step.item())
         self.step += 1
         try:
@@ -193,9 +192,8 @@ class EMA(nn.Module):
     def update_moving_average(
         self, ma_model: nn.Module, current_model: nn.Module, current_decay: float | None = None
     ) -> None:
-        """One update of ``ma_model`` by ``current_model``, whichever of the two models they are, or others of the same
-        form.
-        """
+        """Makes one update of ``ma_model`` by ``current_model``, whichever of the two models they are, or others of the
+        same form."""
         if self.is_frozen:
             return
         if self.move_ema_to_online_device and _device(ma_model) != _device(current_model):
@@ -204,11 +202,11 @@ class EMA(nn.Module):
         self._bound(ma_model, current_model).update(decay, 1.0 - decay)
 
     def inplace_copy(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
-        """For a subclass that has its own update_moving_average(); on whichever devices they are."""
+        """Copies a tensor, for subclasses that have their own update_moving_average(); devices may differ."""
         tgt.copy_(src)
 
     def inplace_lerp(self, tgt: torch.Tensor, src: torch.Tensor, weight: float) -> None:
-        """As inplace_copy()."""
+        """Interpolates a tensor, for the same subclasses; devices may differ."""
         tgt.lerp_(src.to(tgt.device), weight)
 
     def copy_params_from_model_to_ema(self) -> None:
@@ -218,9 +216,8 @@ class EMA(nn.Module):
         self._bound(self.model, self.ema_model).copy()
 
     def update_model_with_ema(self, decay: float | None = None) -> None:
-        """From hare to tortoise (arXiv:2406.02596): the model goes on from its averages, keeping ``decay`` of its
-        weights.
-        """
+        """Lets the model go on from its averages, keeping ``decay`` of its weights: from hare to tortoise
+        (arXiv:2406.02596)."""
         decay = self.update_model_with_ema_beta if decay is None else decay
         if decay == 0.0:
             self.copy_params_from_ema_to_model()
@@ -228,14 +225,14 @@ class EMA(nn.Module):
             self.update_moving_average(self.model, self.ema_model, decay)
 
     def _bound(self, module: nn.Module, model: nn.Module) -> GivenMemory | AveragesOfProxy:
-        """Returns what brings the tensors of ``module`` to those of ``model``, made anew for other models and
-        names."""
+        """Returns the follower that brings the tensors of ``module`` to those of ``model``, made anew for other models
+        and names."""
         back, names = module is self.model, (self.ignore_names, self.ignore_startswith_names)
         made_for = (module, model, *map(frozenset, (*names, self.param_or_buffer_names_no_ema)))
         if back not in self._followers or self._followers[back][0] != made_for:
             choose = partial(self._fate, called(self.model), back)
-            of_proxy = _WayBack if isinstance(model, SwappedModelProxy) else AveragesOfProxy
-            shared = isinstance(module, SwappedModelProxy) or of_proxy is _WayBack
+            of_proxy = _ModelOfProxy if isinstance(model, SwappedModelProxy) else AveragesOfProxy
+            shared = isinstance(module, SwappedModelProxy) or of_proxy is _ModelOfProxy
             if not (shared or back):
                 warn_of_rounding(module.parameters(), "Give ema_model= a copy in float32")
             self._followers[back] = made_for, of_proxy(choose) if shared else AveragedCopy("lerp", choose)
@@ -244,21 +241,20 @@ class EMA(nn.Module):
     def _fate(
         self, with_wrappers: Callable[[str], str], back: bool, name: str, tensor: torch.Tensor, kind: Kind
     ) -> Fate:
-        """By the name, or by what it is with the names of wrappers. What is not floating follows the model, and is
-        never given ``back``."""
+        """Returns the fate by the name, with or without the names of wrappers. Tensors that are not floating follow the
+        model, and are never written ``back``."""
         names = {name, with_wrappers(name)}
         if back and not (tensor.is_floating_point() or tensor.is_complex()):
             return "leave"
-        if names & self.ignore_names or any(one.startswith(tuple(self.ignore_startswith_names)) for one in names):
+        if names & self.ignore_names or any(alias.startswith(tuple(self.ignore_startswith_names)) for alias in names):
             return "hold"
         return "copy" if names & self.param_or_buffer_names_no_ema else "average"
 
     # ---- state
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """state_dict() in fresh CPU tensors, whole also of sharded averages: then collective, on rank 0, clean names,
-        {} elsewhere.
-        """
+        """Returns state_dict() in fresh CPU tensors, whole also of sharded averages: then collective, on rank 0, clean
+        names, {} elsewhere."""
         return whole_averages(self)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -267,14 +263,14 @@ class EMA(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies pair their models anew."""
+        """Leaves the followers out: copies pair their models anew."""
         if isinstance(self.ema_model, SwappedModelProxy):
             raise unsupported("averages of a sharded model are kept with it, and cannot be copied; save state_dict()")
         return {**self.__dict__, "_followers": {}}
 
 
-class _WayBack(AveragesOfProxy):
-    """The model follows the averages of its proxy. Collective where they are divided."""
+class _ModelOfProxy(AveragesOfProxy):
+    """Lets the model follow the averages of its proxy. Collective where they are divided."""
 
     def bind(self, module: nn.Module, model: Any) -> AveragesOfProxy:
         return super().bind(model, module)
@@ -294,7 +290,7 @@ class _WayBack(AveragesOfProxy):
         copies.write(averages, fill)
 
     def copy(self) -> None:
-        """All weights become their averages, whatever their fate."""
+        """Makes all weights equal to their averages, whatever their fate."""
         copies.feed_back(self._averages, None)
 
 

@@ -1,6 +1,5 @@
-"""torch.optim.swa_utils: AveragedModel and all that is around it, for sharded models too. Signatures, keys, numbers are
-upstream's.
-"""
+"""torch.optim.swa_utils: AveragedModel and the functions around it, for sharded models too. Signatures, keys and
+numbers are upstream's."""
 
 from __future__ import annotations
 
@@ -24,39 +23,39 @@ AvgFn = Callable[[Tensor, Tensor, "Tensor | int"], Tensor]
 MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
 
 
-#: What a function of this module computes, for the engine: a rule, and (decay, weight) after ``n_averaged`` updates.
+#: The arithmetic of a function of this module, for the engine: a rule, and n_averaged -> (decay, weight).
 _Arithmetic = tuple[Rule, Callable[[Tensor], tuple[float, float]]]
 _KNOWN = "shardow_arithmetic"  # the attribute of such a function
 
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
-    """torch.lerp(e, p, 1 - decay) of lists. ValueError where decay is outside [0, 1]."""
+    """Returns a function of lists, torch.lerp(e, p, 1 - decay). Raises ValueError where decay is outside [0, 1]."""
     return _known(upstream.get_ema_multi_avg_fn(fraction("decay", decay)), "lerp", lambda _: (decay, 1 - decay))
 
 
 def get_swa_multi_avg_fn() -> MultiAvgFn:
-    """torch.lerp(e, p, 1 / (n_averaged + 1)) of lists: the mean of all weights, in the engine."""
+    """Returns a function of lists, torch.lerp(e, p, 1 / (n_averaged + 1)): the mean of all weights, in the engine."""
     return _known(upstream.get_swa_multi_avg_fn(), "lerp", _of_mean)
 
 
 def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
-    """decay * e + (1 - decay) * p. ValueError where decay is outside [0, 1]."""
+    """Returns a function, decay * e + (1 - decay) * p. Raises ValueError where decay is outside [0, 1]."""
     return _known(upstream.get_ema_avg_fn(fraction("decay", decay)), "two_products", lambda _: (decay, 1 - decay))
 
 
 def get_swa_avg_fn() -> AvgFn:
-    """e + (p - e) / (n_averaged + 1): the mean of all weights."""
+    """Returns a function, e + (p - e) / (n_averaged + 1): the mean of all weights."""
     return _known(upstream.get_swa_avg_fn(), "quotient", _of_count)
 
 
 def _of_mean(num_averaged: Tensor) -> tuple[float, float]:
-    """As torch rounds it: the reciprocal of an int64 is a float32."""
+    """Returns the factors as torch rounds them: the reciprocal of an int64 is a float32."""
     weight = float(1 / (num_averaged + 1))
     return 1 - weight, weight
 
 
 def _of_count(num_averaged: Tensor) -> tuple[float, float]:
-    """The rule divides by the whole number that it finds in the weight."""
+    """Returns the factors of "quotient", which divides by the whole number that it finds in the weight."""
     weight = 1 / (int(num_averaged) + 1)
     return 1 - weight, weight
 
@@ -81,7 +80,7 @@ class AveragedModel(Averaged):
             default the mean. Those of this module run in the engine; any other is called as torch calls it. Of a
             sharded model it sees this rank's parts, 1-D: element by element.
         use_buffers: buffers are averaged, else copied; integer ones are copied.
-        replicas: "split": under DDP each rank keeps a part of the averages; ``module`` is a stand-in then, as for FSDP;
+        replicas: "split": under DDP each rank keeps a part of the averages; ``module`` is a proxy then, as for FSDP;
             its calls are collective.
 
     Raises:
@@ -104,9 +103,8 @@ class AveragedModel(Averaged):
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
 
     def update_parameters(self, model: nn.Module) -> None:
-        """The first time a copy. Raises RuntimeError, before anything changes, where ``model`` differs in names or
-        shapes.
-        """
+        """Updates the averages, the first time by a copy. Raises RuntimeError, before anything changes, where ``model``
+        differs in names or shapes."""
         averages = self._follower.bind(self.module, model)
         known = _arithmetic_of(self.multi_avg_fn or self.avg_fn, model)  # which may be replaced at any time
         if self.n_averaged == 0:
@@ -118,22 +116,23 @@ class AveragedModel(Averaged):
         self.n_averaged += 1
 
     def _change(self, averages: Tensors, weights: Tensors) -> None:
-        """By a function that is not this module's."""
+        """Averages by a function that is not this module's."""
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for place, average in enumerate(averages):
             groups[average.device, average.dtype].append(place)
         for (device, _), places in groups.items():
-            ours, theirs = ([tensors[place] for place in places] for tensors in (averages, weights))
+            targets, sources = ([tensors[place] for place in places] for tensors in (averages, weights))
             count = self.n_averaged.to(device)
             if self.multi_avg_fn is not None:
-                self.multi_avg_fn(ours, theirs, count)
+                self.multi_avg_fn(targets, sources, count)
                 continue
-            for average, weight in zip(ours, theirs, strict=True):
+            for average, weight in zip(targets, sources, strict=True):
                 average.copy_((self.avg_fn or _MEAN_OF_ONE)(average, weight, count))
 
 
 def _arithmetic_of(function: AvgFn | MultiAvgFn | None, model: nn.Module) -> _Arithmetic | None:
-    """Of none torch takes one of two, by the device."""
+    """Returns the arithmetic of a function of this module; None: it is another's. Without a function torch takes one of
+    two, by the device."""
     if function is None:
         device = next((p.device for p in model.parameters()), None)
         in_lists = device is not None and device.type in _get_foreach_kernels_supported_devices()
@@ -146,24 +145,24 @@ def _parameters(name: str, tensor: Tensor, kind: Kind) -> Fate:
 
 
 def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.device | None = None) -> None:
-    """Statistics of BatchNorm layers from one pass over ``loader``, whose batches are tensors or begin with one; as in
-    torch.
+    """Computes statistics of BatchNorm layers in one pass over ``loader``, whose batches are tensors or begin with one;
+    as in torch.
 
     Of a sharded AveragedModel the pass is made by the model itself with the averages in it, collectively; statistics
     and modes that it trains with come back. Counters of batches stay its own.
     """
-    stand_in = next((module for module in model.modules() if isinstance(module, SwappedModelProxy)), None)
-    if stand_in is None:
+    proxy = next((module for module in model.modules() if isinstance(module, SwappedModelProxy)), None)
+    if proxy is None:
         upstream.update_bn(loader, model, device)
         return
-    model = stand_in.core.view.model
-    # The stand-in does not bring these back.
+    model = proxy.core.view.model
+    # The proxy does not restore these.
     norms = [
         (module, module.momentum) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
     counts = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_floating_point()]
     try:
-        stand_in.run(upstream.update_bn, loader, model, device)
+        proxy.run(upstream.update_bn, loader, model, device)
     finally:
         for norm, momentum in norms:
             norm.momentum = momentum

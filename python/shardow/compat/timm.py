@@ -20,7 +20,7 @@ from shardow.compat._impl.given_memory import Fate, Kind
 from shardow.compat._impl.swapped_model_proxy import NARROW, Averaged, follow, load, whole_averages
 from shardow.merging import foreign
 
-#: What averages are called in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
+#: Keys of averages in checkpoints: timm's own, tier4's Diffusion-Planner's, and another that timm reads.
 KEYS = ("state_dict_ema", "ema_state_dict", "model_ema")
 
 
@@ -28,7 +28,7 @@ class ModelEma:
     """``ema``: a copy of ``model``, in eval mode, whose state is averaged: e * decay + (1 - decay) * p. ``device``:
     where it lives, by default with the model. ``resume``: a checkpoint's path.
 
-    ``replicas="split"``: under DDP each rank keeps a part of the averages; ``ema`` is a stand-in then, as for FSDP;
+    ``replicas="split"``: under DDP each rank keeps a part of the averages; ``ema`` is a proxy then, as for FSDP;
     calls are collective.
     """
 
@@ -52,15 +52,13 @@ class ModelEma:
         return self.ema
 
     def update(self, model: nn.Module) -> None:
-        """Raises RuntimeError (KeyError of a missing name), before anything changes, where ``model`` differs in names
-        or shapes.
-        """
+        """Updates the averages. Raises RuntimeError (KeyError of a missing name), before anything changes, where
+        ``model`` differs in names or shapes."""
         self._follower.bind(self.ema, model).update(self.decay, 1.0 - self.decay)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state of ``ema`` in fresh CPU tensors, whole also where it is sharded: then collective, on rank 0, and {}
-        elsewhere.
-        """
+        """Returns the state of ``ema`` in fresh CPU tensors, whole also where it is sharded: then collective, on rank
+        0, and {} elsewhere."""
         return whole_averages(self.ema)
 
 
@@ -76,11 +74,12 @@ class ModelEmaV2(Averaged):
         self.device = device
 
     def update(self, model: nn.Module) -> None:
-        """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
+        """Updates the averages. Raises RuntimeError, before anything changes, where ``model`` differs in names or
+        shapes."""
         self._follower.bind(self.module, model).update(self.decay, 1.0 - self.decay)
 
     def set(self, model: nn.Module) -> None:
-        """The averages become the model's state."""
+        """Makes the averages equal to the model's state."""
         self._follower.bind(self.module, model).copy()
 
 
@@ -95,7 +94,7 @@ class ModelEmaV3(Averaged):
         stochastic_rounding: 16-bit averages are rounded stochastically, without bias, float16 ones too; the noise is
             not timm's. It comes from ``stochastic_rounding_seed``, the step and the element's place, so that it is the
             same on every rank and at any world size.
-        foreach: has no cost here, but tells the arithmetic.
+        foreach: costs nothing here, but selects the arithmetic.
         exclude_buffers: buffers are copied, all of them, and only parameters are averaged.
         replicas: as in ModelEma.
     """
@@ -120,9 +119,8 @@ class ModelEmaV3(Averaged):
         self.stochastic_rounding, self.stochastic_rounding_seed = stochastic_rounding, stochastic_rounding_seed
 
     def get_decay(self, step: int | None = None) -> float:
-        """``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else
-        ``decay``, and in a warm-up 1
-        - (1 + n / warmup_gamma) ** -warmup_power between ``min_decay`` and ``decay``."""
+        """Returns ``decay`` without a step. With one, n = step - update_after_step - 1: 0 where n <= 0 (a copy); else
+        ``decay``, and in a warm-up 1 - (1 + n / warmup_gamma) ** -warmup_power between ``min_decay`` and ``decay``."""
         counted = 1 if step is None else step - self.update_after_step - 1
         if counted <= 0:
             return 0.0
@@ -132,16 +130,17 @@ class ModelEmaV3(Averaged):
         return max(min(warming, self.decay), self.min_decay)
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
-        """Raises RuntimeError, before anything changes, where ``model`` differs in names or shapes."""
+        """Updates the averages. Raises RuntimeError, before anything changes, where ``model`` differs in names or
+        shapes."""
         self._average(model, self.get_decay(step), self.exclude_buffers)
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
-        """update() by ``decay``; buffers are averaged. NotImplementedError of stand-ins made with
+        """Makes an update() by ``decay``; buffers are averaged. Raises NotImplementedError for proxies made with
         ``exclude_buffers``."""
         self._average(model, decay, exclude_buffers=False)
 
     def apply_update_no_buffers_(self, model: nn.Module, decay: float) -> None:
-        """update() by ``decay``; buffers are copied. NotImplementedError of stand-ins made without
+        """Makes an update() by ``decay``; buffers are copied. Raises NotImplementedError for proxies made without
         ``exclude_buffers``."""
         self._average(model, decay, exclude_buffers=True)
 
@@ -155,12 +154,13 @@ class ModelEmaV3(Averaged):
         follower.bind(self.module, model).update(1.0 - weight, weight)
 
     def set(self, model: nn.Module) -> None:
-        """The averages become the model's state."""
+        """Makes the averages equal to the model's state."""
         self._follower.bind(self.module, model).copy()
 
 
 def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> Rule:
-    """torch._foreach_lerp_() wants one dtype, of all that are not rounded stochastically."""
+    """Returns the rule for pairs of dtypes. torch._foreach_lerp_() wants one dtype, of all pairs that are not rounded
+    stochastically."""
     alike = all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW))
     return "lerp" if alike else "mul_add"
 
@@ -176,9 +176,10 @@ def _parameters_alone(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
 
 
 def load_ema_state_dict(module: nn.Module, checkpoint: str | Path | Mapping[str, Any], strict: bool = True) -> None:
-    """The averages of a training checkpoint (``{"state_dict_ema": ...}``, ``{"ema_state_dict": ...}``) into ``module``:
-    a model, plain, wrapped or sharded, or what is averaged here (``ema`` of ModelEma, ``module`` of the others).
-    ``module.`` and other wrappers' names don't matter, here and there. Collective where ranks share the module.
+    """Loads the averages of a training checkpoint (``{"state_dict_ema": ...}``, ``{"ema_state_dict": ...}``) into
+    ``module``: a model, plain, wrapped or sharded, or what is averaged here (``ema`` of ModelEma, ``module`` of the
+    others). ``module.`` and other wrappers' names don't matter, on either side. Collective where ranks share the
+    module.
 
     Raises:
         KeyError: the checkpoint has no averages. RuntimeError: shapes differ or, if ``strict``, names; no name fits.
@@ -194,11 +195,11 @@ def _averages_in(checkpoint: str | Path | Mapping[str, Any]) -> Mapping[str, Any
             checkpoint = foreign.loaded(checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise invalid(f"{where} is a {type(checkpoint).__name__}, not a dict with {' or '.join(KEYS)}", AssertionError)
-    found = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)
-    if not isinstance(found, Mapping):
-        there = f"none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}"
-        raise invalid(f"{where} has no averages: {there}; to begin with the model's weights, load nothing", KeyError)
-    return found
+    averages = next((checkpoint[key] for key in KEYS if checkpoint.get(key) is not None), None)
+    if not isinstance(averages, Mapping):
+        keys = f"none of {', '.join(KEYS)} among {', '.join(map(repr, list(checkpoint)[:8]))}"
+        raise invalid(f"{where} has no averages: {keys}; to begin with the model's weights, load nothing", KeyError)
+    return averages
 
 
 __all__ = ["ModelEma", "ModelEmaV2", "ModelEmaV3", "load_ema_state_dict"]

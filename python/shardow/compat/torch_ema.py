@@ -34,47 +34,46 @@ class ExponentialMovingAverage:
     def __init__(self, parameters: Iterable[torch.Tensor], decay: float, use_num_updates: bool = True) -> None:
         self.decay = fraction("decay", decay)
         self.num_updates = 0 if use_num_updates else None
-        found = list(parameters)
-        self.shadow_params = copies(found)
+        tensors = list(parameters)
+        self.shadow_params = copies(tensors)
         self.collected_params: list[torch.Tensor] | None = None
-        self._params_refs = [_reference(p) for p in found]
+        self._params_refs = [_reference(p) for p in tensors]
         self._listed = ParameterList("difference")
 
     def update(self, parameters: Parameters = None) -> None:
-        """After an optimizer step."""
-        found = self._given(parameters)
+        """Updates the averages after an optimizer step."""
+        tensors = self._resolve(parameters)
         num_updates = None if self.num_updates is None else self.num_updates + 1
         decay = self.decay if num_updates is None else min(self.decay, (1 + num_updates) / (10 + num_updates))
-        self._listed.update(self.shadow_params, found, decay, 1.0 - decay)
+        self._listed.update(self.shadow_params, tensors, decay, 1.0 - decay)
         self.num_updates = num_updates
 
     def copy_to(self, parameters: Parameters = None) -> None:
-        """The averages into the parameters. FSDP's unsharded copies are freed; a backward through the old weights
-        raises.
-        """
-        assign(self._given(parameters), self.shadow_params)
+        """Copies the averages into the parameters. FSDP's unsharded copies are freed; a backward through the old
+        weights raises."""
+        assign(self._resolve(parameters), self.shadow_params)
 
     def store(self, parameters: Parameters = None) -> None:
         """Copies the parameters for restore()."""
-        self.collected_params = copies(self._given(parameters))
+        self.collected_params = copies(self._resolve(parameters))
 
     def restore(self, parameters: Parameters = None) -> None:
-        """The stored values into the parameters; they stay stored."""
+        """Copies the stored values into the parameters; they stay stored."""
         if self.collected_params is None:
             raise invalid("restore(): nothing was stored; call store() first", RuntimeError)
-        assign(self._given(parameters), self.collected_params)
+        assign(self._resolve(parameters), self.collected_params)
 
     @contextlib.contextmanager
     def average_parameters(self, parameters: Parameters = None) -> Iterator[None]:
-        """Inside, the parameters are the averages; after it, whatever happened, what they were. Blocks may be
-        nested."""
-        found, before = resharded(self._given(parameters)), self.collected_params
-        self.collected_params = weights = copies(found)
+        """Puts the averages into the parameters inside the block; after it, whatever happened, they are what they were.
+        Blocks may be nested."""
+        tensors, before = resharded(self._resolve(parameters)), self.collected_params
+        self.collected_params = weights = copies(tensors)
         try:
-            self.copy_to(found)
+            self.copy_to(tensors)
             yield
         finally:
-            assign(found, weights)
+            assign(tensors, weights)
             self.collected_params = before
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -84,7 +83,7 @@ class ExponentialMovingAverage:
             self.collected_params = moved(self.collected_params, device, dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its own tensors; of a sharded model this rank's part."""
+        """Returns its own tensors; of a sharded model this rank's part."""
         return {name: getattr(self, name) for name in ("decay", "num_updates", "shadow_params", "collected_params")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -104,10 +103,10 @@ class ExponentialMovingAverage:
 
     def _fitted(self, what: str, tensors: Any) -> list[torch.Tensor]:
         alive, gone = self._alive()
-        found = loaded(what, tensors, self.shadow_params if gone else alive, AssertionError)
-        return found if gone else [t.to(device=p.device, dtype=p.dtype) for t, p in zip(found, alive, strict=True)]
+        copied = loaded(what, tensors, self.shadow_params if gone else alive, AssertionError)
+        return copied if gone else [t.to(device=p.device, dtype=p.dtype) for t, p in zip(copied, alive, strict=True)]
 
-    def _given(self, parameters: Parameters) -> list[torch.Tensor]:
+    def _resolve(self, parameters: Parameters) -> list[torch.Tensor]:
         if parameters is not None:
             return list(parameters)
         alive, gone = self._alive()
@@ -117,18 +116,18 @@ class ExponentialMovingAverage:
         return alive
 
     def _alive(self) -> tuple[list[torch.Tensor], int]:
-        """The parameters of construction that are there, and how many are not."""
+        """Returns the parameters of construction that still exist, and how many do not."""
         alive = [p for p in (ref() for ref in self._params_refs) if p is not None]
         return alive, len(self._params_refs) - len(alive)
 
 
 class _Held:
-    """A reference that is given up when it is the last one, found out at a call."""
+    """Holds a parameter until a call finds that no other reference to it is left."""
 
     __slots__ = ("_one",)
 
-    def __init__(self, one: Any) -> None:
-        self._one = one
+    def __init__(self, parameter: Any) -> None:
+        self._one = parameter
 
     def count(self) -> int:
         return sys.getrefcount(self._one)

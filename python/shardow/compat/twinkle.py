@@ -1,6 +1,6 @@
 """modelscope/twinkle's two FSDP2 strategies and its helpers for memory-efficient starts (its PR 117), on
-shardow.wrap(), materialize(). Signatures and results are upstream's, but ``get_full_state_dict()`` gives rank 0 the
-whole, with buffers and tied names, and the others {}; experts are left to the model's own sharding."""
+shardow.wrap() and materialize(). Signatures and results are upstream's, but ``get_full_state_dict()`` gives rank 0
+the whole, with buffers and tied names, and the others {}; experts are left to the model's own sharding."""
 
 from __future__ import annotations
 
@@ -42,59 +42,58 @@ from shardow.start.wrap import own_weights, to_meta, wrap
 __all__ = ["AccelerateStrategy", "NativeFSDPStrategy", "fsdp_pretrained_load_context"]
 
 _LORA = ("lora_A", "lora_B", "lora_embedding")
-# The environment that transformers and accelerate listen to while weights are loaded.
+# Variables of the environment that transformers and accelerate read while weights are loaded.
 _VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 class Strategy:
-    """What both have in common: whole states, adapters and the optimizer's checkpoint, with one model on many ranks."""
+    """Base of both strategies: whole states, adapters and the optimizer's checkpoint, with one model on many ranks."""
 
     device_mesh: Any
     _memory_efficient_init: bool
 
     def pretrained_load_context(self) -> AbstractContextManager[None]:
-        """Inside, from_pretrained() loads weights on rank 0 alone, if ``memory_efficient_init``."""
+        """Returns a context in which from_pretrained() loads weights on rank 0 alone, if ``memory_efficient_init``."""
         return fsdp_pretrained_load_context(self._loads_on_rank_0())
 
     def _loads_on_rank_0(self) -> bool:
         return self._memory_efficient_init and self.device_mesh is not None
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The model without what wrap_model() put around it."""
+        """Returns the model without what wrap_model() put around it."""
         return model
 
     def needs_wrapped_optimizer_state(self) -> bool:
-        """True where the optimizer's state can only be saved and loaded after wrap_model()."""
+        """Returns True where the optimizer's state can only be saved and loaded after wrap_model()."""
         return self.device_mesh is not None
 
     # ---- expert parallelism, which is the model's own business here
 
     def capture_pre_ep_state_if_needed(self, model: nn.Module, *, enable_ep: bool) -> None:
-        """Nothing: experts are sharded before wrap_model(), which leaves them as they are."""
+        """Does nothing: experts are sharded before wrap_model(), which leaves them as they are."""
         return
 
     def prepare_adapter_config(self, config_or_dir: Any, *, enable_ep: bool) -> Any:
-        """As it is."""
+        """Returns ``config_or_dir`` as it is."""
         return config_or_dir
 
     def get_ep_clip_kwargs(self, model: nn.Module) -> dict[str, Any]:
-        """{}: torch's clip_grad_norm_() deals with parameters of several meshes."""
+        """Returns {}: torch's clip_grad_norm_() deals with parameters of several meshes."""
         return {}
 
     def adjust_optimizer_kwargs(self, optimizer_cls: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """As they are."""
+        """Returns ``kwargs`` as they are."""
         return kwargs
 
     # ---- weights
 
     def get_full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Whole CPU tensors of parameters and persistent buffers, under all their names, on rank 0; {} elsewhere.
-        Collective.
-        """
+        """Returns whole CPU tensors of parameters and persistent buffers, under all their names, on rank 0; {}
+        elsewhere. Collective."""
         return full_state_dict(self.unwrap_model(model))
 
     def get_adapter_state_dict(self, model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
-        """The same of one LoRA adapter's parameters."""
+        """Returns one LoRA adapter's parameters as get_full_state_dict() does."""
         held, what = held_by(self.unwrap_model(model), None, saving=False), "get_adapter_state_dict()"
         refuse_foreign(what, held.memory, instead="for the weights")
         parts = [part for part in held.parts if _is_of_adapter(part.name, adapter_name)]
@@ -103,28 +102,27 @@ class Strategy:
     def load_peft_weights(
         self, model: nn.Module, adapter_weights: Mapping[str, torch.Tensor] | None, adapter_name: str
     ) -> None:
-        """Whole weights of an adapter, under PEFT's names in files or the model's own, into the model, sharded or not:
-        every rank's, or rank 0's. Collective.
+        """Loads whole weights of an adapter, under PEFT's names in files or the model's own, into the model, sharded or
+        not: every rank's, or rank 0's. Collective.
 
         Raises KeyError (a ValueError too; PeerFailedError on ranks without weights), before anything changes, where a
         name fits nothing or a weight is missing.
         """
         inner = self.unwrap_model(model)
         ranks = ranks_of(inner)
-        given = adapter_weights or ranks.rank == 0
-        found = ranks.agree(
-            "load_peft_weights()", lambda: _named(inner, adapter_weights or {}, adapter_name) if given else None
+        has_weights = adapter_weights or ranks.rank == 0
+        named = ranks.agree(
+            "load_peft_weights()", lambda: _named(inner, adapter_weights or {}, adapter_name) if has_weights else None
         )
-        Request("load_peft_weights()", inner, found, strict=False).run()
+        Request("load_peft_weights()", inner, named, strict=False).run()
 
     # ---- the optimizer
 
     def save_optimizer_checkpoint(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, output_path: str | Path
     ) -> None:
-        """The whole state into one file of torch.save(), which rank 0 writes; whole or not at all. Collective over all
-        ranks.
-        """
+        """Writes the whole state into one file of torch.save(), on rank 0; whole or not at all. Collective over all
+        ranks."""
         raw, ranks = _raw(optimizer), all_ranks()
         if self.needs_wrapped_optimizer_state():
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -136,9 +134,8 @@ class Strategy:
     def load_optimizer_checkpoint(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, input_path: str | Path
     ) -> None:
-        """What save_optimizer_checkpoint() wrote, here or in twinkle, at any number of ranks. Collective. Raises for
-        other files.
-        """
+        """Loads what save_optimizer_checkpoint() wrote, here or in twinkle, at any number of ranks. Collective. Raises
+        for other files."""
         raw, ranks = _raw(optimizer), all_ranks()
         wrapped = self.needs_wrapped_optimizer_state()
         reads = ranks.rank == 0 or not wrapped
@@ -151,7 +148,7 @@ class Strategy:
 
 
 def _raw(optimizer: Any) -> torch.optim.Optimizer:
-    """Of accelerate's wrapper, what is in it."""
+    """Returns the optimizer that accelerate's wrapper has."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -161,15 +158,16 @@ def _is_of_adapter(name: str, adapter: str) -> bool:
 
 
 def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
-    """By the model's own names. A file of PEFT's has them without the adapter's, and without ``modules_to_save``."""
+    """Returns weights by the model's own names. A file of PEFT's has them without the adapter's, and without
+    ``modules_to_save``."""
     held = held_by(model, None, saving=False)
     in_model = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
     held.names = {name: (*names, *(in_model.sub("", alias) for alias in names)) for name, names in held.names.items()}
     where = f"adapter '{adapter}'"
-    found = fit(held, weights, where)
-    missing = [name for name in found.missing if _is_of_adapter(name, adapter)]
-    replace(found, missing=missing).refuse("load_peft_weights()", where, KeyError)
-    return {name: weights[key] for name, key in found.keys.items()}
+    compared = fit(held, weights, where)
+    missing = [name for name in compared.missing if _is_of_adapter(name, adapter)]
+    replace(compared, missing=missing).refuse("load_peft_weights()", where, KeyError)
+    return {name: weights[key] for name, key in compared.keys.items()}
 
 
 class NativeFSDPStrategy(Strategy):
@@ -190,17 +188,15 @@ class NativeFSDPStrategy(Strategy):
             raise unsupported("expert parallelism is not applied by wrap_model(): shard the experts first")
 
     def use_rank0_pretrained_broadcast(self) -> bool:
-        """True where ranks but the first may build the model on meta, as twinkle's own do: wrap_model() sends them rank
-        0's weights.
-        """
+        """Returns True where ranks but the first may build the model on meta, as twinkle's own do: wrap_model() sends
+        them rank 0's weights."""
         return self._loads_on_rank_0()
 
     def wrap_model(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-        """fully_shard() on the layers (``_no_split_modules`` of any module, else ``model.model.layers``, else those
-        of wrap()) and on the model. With memory_efficient_init rank 0's weights count. Warns without layers.
-        """
+        """Applies fully_shard() to the layers (``_no_split_modules`` of any module, else ``model.model.layers``, else
+        those of wrap()) and to the model. With memory_efficient_init rank 0's weights count. Warns without layers."""
         mesh = _mesh_of(self.device_mesh)
         if mesh is None:
             return model, optimizer
@@ -238,7 +234,7 @@ def _uses(model: nn.Module) -> Counter[int]:
 
 
 def _mesh_of(mesh: Any) -> DeviceMesh | None:
-    """All its ranks in one dimension; None where that is one rank."""
+    """Returns a mesh of all its ranks in one dimension; None where that is one rank."""
     if mesh is None or getattr(mesh, "mesh_dim_names", None) is None:
         return None
     flat = torch.as_tensor(mesh.mesh, device="cpu").flatten()
@@ -290,18 +286,18 @@ class AccelerateStrategy(Strategy):
             )
 
     def wrap_model(self, model: nn.Module, *args: Any) -> Any:
-        """``accelerator.prepare(model, *args)``, with its result: (model, optimizer, ...), FSDP2's at once.
+        """Calls ``accelerator.prepare(model, *args)`` and returns its result: (model, optimizer, ...), FSDP2's at once.
         Collective."""
         if not (self._memory_efficient_init and self.accelerator.is_fsdp2):
             return self.accelerator.prepare(model, *args)
         ranks = all_ranks()
-        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
 
-        def ready() -> tuple[list[Bindings], Mapping[str, torch.Tensor] | None]:
+        def prepare() -> tuple[list[Bindings], Mapping[str, torch.Tensor] | None]:
             remember_all(model)
-            return [bindings(each, model) for each in optimizers], own_weights(model) if ranks.rank == 0 else None
+            return [bindings(optim, model) for optim in optimizers], own_weights(model) if ranks.rank == 0 else None
 
-        bound, own = ranks.agree("wrap_model()", ready)
+        bound, own = ranks.agree("wrap_model()", prepare)
         to_meta(model)
         for optimizer, places in zip(optimizers, bound, strict=True):
             bind(optimizer, places)  # it would keep the whole model
@@ -326,13 +322,13 @@ class AccelerateStrategy(Strategy):
 
 
 def _sizes(mesh: Any) -> dict[str, int]:
-    """Of a mesh's dimensions, by name."""
+    """Returns the sizes of a mesh's dimensions, by name."""
     names = None if mesh is None else getattr(mesh, "mesh_dim_names", None)
     return dict(zip(names, torch.as_tensor(mesh.mesh, device="cpu").shape, strict=True)) if names else {}
 
 
 def _parallelism(sizes: Mapping[str, int]) -> Any:
-    """accelerate's ParallelismConfig where FSDP alone, or DDP alone, is not what the mesh says."""
+    """Returns accelerate's ParallelismConfig; None where FSDP alone, or DDP alone, is what the mesh says."""
     from accelerate import ParallelismConfig
 
     dp, fsdp, tp, cp, sp = (sizes.get(name, 1) for name in ("dp", "fsdp", "tp", "cp", "sp"))
@@ -344,7 +340,7 @@ def _parallelism(sizes: Mapping[str, int]) -> Any:
 def _plugin(sizes: Mapping[str, int], mixed_precision: str, config: dict[str, Any], memory_efficient: bool) -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
-    # The upstream reads the second key, where it does not look for a version.
+    # Upstream looks for the version under the second key alone.
     version = config.pop("fsdp_version", config.pop("fsdp_config", 2))
     if version != 2:
         raise invalid(f"fsdp_config={{'fsdp_version': {version!r}}}; it must be 2")
@@ -367,14 +363,14 @@ _before: list[dict[str, str]] = []  # the variables as each open block found the
 def _broadcast_sharded_state_dict(
     model: nn.Module, full_sd: Mapping[str, torch.Tensor], device_type: str = "cuda"
 ) -> None:
-    """Rank 0's ``full_sd`` into the model's shards; the others give {}. A model on meta gets memory on
+    """Loads rank 0's ``full_sd`` into the model's shards; the other ranks give {}. A model on meta gets memory on
     ``device_type``."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     materialize(model, full_sd if first else None, device=device_type)
 
 
 def _get_non_persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By every name that a buffer has."""
+    """Returns copies of non-persistent buffers, by every name that a buffer has."""
     return {
         slot.name: slot.recorded.clone()
         for prefix, module in model.named_modules()
@@ -391,16 +387,16 @@ def _restore_non_persistent_buffers(
 
 
 def fsdp_pretrained_load_context(enabled: bool) -> AbstractContextManager[None]:
-    """transformers' from_pretrained() loads weights on rank 0 alone inside. It listens to variables of the environment,
-    which are the process's."""
+    """Returns a context in which transformers' from_pretrained() loads weights on rank 0 alone. It reads variables of
+    the environment, which are the process's."""
     return environment_kept(dict.fromkeys(_VARIABLES, "true")) if enabled else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def environment_kept(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables. What the block and accelerate, which leaves its options there for transformers, make of them is
-    undone when the last of several blocks, in whatever threads, has ended: later from_pretrained() of a model that is
-    not wrapped would be without weights on all ranks but the first."""
+    """Sets variables for a block. When the last of several blocks, in whatever threads, has ended, the variables are
+    restored, whatever the blocks and accelerate, which leaves its options there for transformers, made of them. Else a
+    later from_pretrained() of a model that is not wrapped would leave all ranks but the first without weights."""
     with _lock:
         _before.append({name: os.environ[name] for name in _VARIABLES if name in os.environ})
         os.environ.update(variables)

@@ -1,5 +1,4 @@
-"""Ways to keep averages, none of which imports a compat class. `parameter_list`: beside a list of tensors;
-`averaged_copy`: in a second model; `swapped_model_proxy`: in an EMA that looks like one, where FSDP's cannot be copied;
-`averaged` takes one of the last two. Below them `given_memory`, averages in memory that others own. `files`: what the
-upstream projects write.
-"""
+"""Keeps averages for the compat classes, none of which it imports. `parameter_list`: averages beside a list of tensors;
+`averaged_copy`: in a second model; `swapped_model_proxy`: in an EMA that looks like a second model, for FSDP models,
+which cannot be copied; its `follow()` chooses between these two. Below them `given_memory`: averages in memory that
+others own. `files` writes as upstream projects do."""

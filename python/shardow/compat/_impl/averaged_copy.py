@@ -14,10 +14,10 @@ from shardow.sharding.match import compare
 from shardow.sharding.slots import Slot, slots
 from shardow.sharding.view import ModelView, find
 
-#: change(averages, weights) gets lists of tensors, of a sharded model this rank's parts in one dimension, and writes
-#: the former.
+#: change(averages, weights) writes the averages. Both are lists of tensors; of a sharded model they are this rank's
+#: parts in one dimension.
 Change = Callable[[Tensors, Tensors], None]
-#: A rule's name, or what tells it from (dtype of the weight, dtype of its average) of everything that is averaged.
+#: A rule's name, or a function that gets it from the pairs (dtype of a weight, dtype of its average).
 ChosenRule = Rule | Callable[[list[tuple[torch.dtype, torch.dtype]]], Rule]
 
 
@@ -26,7 +26,7 @@ def everything(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
 
 
 def everything_saved(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:
-    """What state_dict() has is averaged."""
+    """Averages the tensors that state_dict() has."""
     return "leave" if kind == "table" else "average"
 
 
@@ -34,7 +34,7 @@ _ANEW = "Make the average anew after the model has its final form"
 
 
 class _MissingError(RuntimeError, KeyError):
-    """What torch and timm raise where a name is missing."""
+    """Has the types of the errors that torch and timm raise where a name is missing."""
 
 
 class AveragedCopy:
@@ -50,22 +50,22 @@ class AveragedCopy:
         self._rule, self._choose, self._options = rule, choose, options
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, or in a pickle: nothing is paired yet."""
+        """Returns the options alone: copies and pickles pair their modules anew."""
         return {"_rule": self._rule, "_choose": self._choose, "_options": self._options}
 
     def again(self, choose: Choose) -> AveragedCopy:
-        """The same, but for what is averaged."""
+        """Returns the same with another choice of what is averaged."""
         return type(self)(self._rule, choose, **self._options)
 
     def held(self) -> int:
         return self._pairs.held() if self._paired is not None else 0
 
     def bind(self, module: nn.Module, model: nn.Module) -> GivenMemory:
-        """Returns the averages in ``module`` beside the weights of ``model``, paired anew where one of them is another
-        one, or tensors of either have been replaced or moved. Raises ValueError and RuntimeError where they differ in
-        names or shapes."""
+        """Returns the averages in ``module`` beside the weights of ``model``. They are paired anew where a module is
+        not the one of the last call, or tensors of either have been replaced or moved. Raises ValueError and
+        RuntimeError where the modules differ in names or shapes."""
         if self._paired != (module, model) or not self._unchanged():
-            self._paired = None  # nothing is known until all is
+            self._paired = None  # a failure leaves nothing paired
             self._pair(module, model)
             self._paired = module, model
         return self._pairs
@@ -77,7 +77,7 @@ class AveragedCopy:
         )
 
     def _pair(self, module: nn.Module, model: nn.Module) -> list[AveragedTensor]:
-        """Returns what is averaged, copied or left alone."""
+        """Pairs the tensors of both modules. Returns the pairs, each with its fate."""
         averages = find(module)
         weights = _unwrapped(model, averages)
         averages.reshard()
@@ -111,7 +111,7 @@ class AveragedCopy:
         return rows
 
     def _chosen_buffers(self, module: nn.Module) -> dict[str, Slot]:
-        """Returns those that are not left alone by name, each tensor once."""
+        """Returns the buffers that ``choose`` does not leave alone, each tensor once."""
         chosen: dict[int, Slot] = {}
         for slot in slots(module, "buffer", "table"):
             if self._choose(slot.name, slot.recorded, slot.kind) != "leave":
@@ -120,14 +120,14 @@ class AveragedCopy:
 
 
 def _forms(view: ModelView, buffers: Mapping[str, Slot]) -> dict[str, Any]:
-    """Returns what two models must have alike: the regions of parameters, the shapes of buffers."""
+    """Returns the forms that two models must share: the regions of parameters, the shapes of buffers."""
     shapes = {name: tuple(slot.recorded.shape) for name, slot in buffers.items()}
     return {**{local.name: local.region for local in view.parameters}, **shapes}
 
 
 def _unwrapped(model: nn.Module, averages: ModelView) -> ModelView:
-    """Returns the view of the module in an unknown wrapper, such as another library's engine, by the attribute that
-    they all have for it."""
+    """Returns the view of the module that ``averages`` are of, also from inside an unknown wrapper, such as another
+    library's engine: all of them keep it as ``module``."""
     weights, inner = find(model), getattr(model, "module", None)
     names = {local.name for local in averages.parameters}
     if isinstance(inner, nn.Module) and names and names.isdisjoint(local.name for local in weights.parameters):
@@ -136,8 +136,8 @@ def _unwrapped(model: nn.Module, averages: ModelView) -> ModelView:
 
 
 class TrainedCopy(AveragedCopy):
-    """Trained parameters are averaged, persistent buffers copied, the rest is left as it is. What is trained may change
-    from update to update; ``keeps``: a parameter that was trained once is averaged for good."""
+    """Averages trained parameters, copies persistent buffers and leaves the rest alone. What is trained may change from
+    update to update; ``keeps``: a parameter that was trained once is averaged for good."""
 
     def __init__(self, keeps: bool) -> None:
         super().__init__("mul_add", self._fate)

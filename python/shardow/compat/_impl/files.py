@@ -20,7 +20,7 @@ from shardow.sharding.local_state import LocalState
 
 
 def write(content: Any, path: str | Path) -> None:
-    """torch.save(); what was at ``path`` stays until the new file is on the disk."""
+    """Writes by torch.save(); the file that was at ``path`` stays until the new one is on the disk."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -35,34 +35,35 @@ def write(content: Any, path: str | Path) -> None:
 
 
 def write_gathered(what: str, path: Path, held: LocalState, ranks: RankGroup, dtype: torch.dtype | None = None) -> None:
-    """The tensors of which ``held.parts`` are this rank's, each under all its names, into ``path``; floating ones as
-    ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
+    """Writes whole tensors, of which ``held.parts`` are this rank's parts, into ``path``, each under all its names and
+    floating ones as ``dtype``. Collective; ``what`` is for messages. A failure on rank 0 is an error on all ranks."""
     stream = Gatherer(what, held.parts, ranks).stream()
 
     def write_all() -> None:
         try:
             if ranks.rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as place:
-                    write(_mapped(stream, held.names, Path(place), dtype), path)
+                with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+                    write(_mapped(stream, held.names, Path(folder), dtype), path)
         finally:
-            for _ in stream:  # to the end in any case: the others send
+            for _ in stream:  # to the end in any case, since the other ranks send all
                 pass
 
     ranks.agree(what, write_all)
 
 
 def _mapped(
-    stream: Iterator[tuple[str, torch.Tensor | None]], names: Mapping[str, tuple[str, ...]], place: Path,
+    stream: Iterator[tuple[str, torch.Tensor | None]], names: Mapping[str, tuple[str, ...]], folder: Path,
     dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """The whole tensors of ``stream``, each mapped from a file in ``place``, since torch.save() wants all at once."""
+    """Returns the whole tensors of ``stream``, each mapped from a file in ``folder``, since torch.save() wants all at
+    once."""
     tensors: dict[str, torch.Tensor] = {}
     for number, (name, tensor) in enumerate(stream):
         assert tensor is not None  # on rank 0
         tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
         if tensor.numel():
-            file = str(place / str(number))
+            file = str(folder / str(number))
             tensor.contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
             tensor = torch.from_file(file, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
         tensors.update(dict.fromkeys(names[name], tensor))
@@ -71,19 +72,20 @@ def _mapped(
 
 # ---- directories
 
-#: Matches what torch.distributed.checkpoint and BAGEL's checkpoints have.
+#: Matches the file names of torch.distributed.checkpoint and of BAGEL's checkpoints.
 _OWN = re.compile(
     r"\.metadata|__\d+_\d+\.distcp|(ema|model)\.safetensors|(optimizer\.\d+-of-\d+|scheduler|data_status)\.pt"
 ).fullmatch
 
 
 def publish(what: str, directory: Path, ranks: RankGroup, fill: Callable[[Path], None]) -> None:
-    """``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes
-    ``directory``. Collective. Whatever fails on one rank is an error on all, and leaves nothing behind. A directory
-    that was there is replaced, or refused where it has what such saves do not write: that would be lost.
+    """Calls ``fill(partial)`` on every rank, maybe collective; then ``partial``, on the same file system, becomes
+    ``directory``. Collective. A failure on one rank is an error on all, and leaves nothing behind. A directory that
+    exists is replaced. It is refused where it has files that such saves do not write, since they would be lost.
 
-    ``partial`` lies beside the directory's parent, which is not searched for checkpoints; inside, where another file
-    system begins there."""
+    ``partial`` lies beside the directory's parent, where no search for checkpoints looks. It lies inside the parent
+    where another file system begins there.
+    """
     partial = Path(os.fsdecode(ranks.on_first(what, lambda: os.fsencode(_make_partial(directory.resolve())))))
     try:
         fill(partial)

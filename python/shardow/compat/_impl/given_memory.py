@@ -1,7 +1,7 @@
 """Averages in memory that others own, beside the tensors that they follow: a list's, a second model's, or a rank's
-share of them. The engine averages what it can reach in one pass, on the host also of tensors on a device. The rest
-(low-precision averages rounded to nearest, complex numbers, other devices, tensors with holes) goes through torch by
-the same formula."""
+share of them. The engine averages in one pass what it can reach, averages on the host of tensors on a device too. The
+rest (low-precision averages rounded to nearest, complex numbers, other devices, tensors with holes) goes through torch
+by the same formula."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shardow.base.checks import warn
 from shardow.sharding import storage
 
 Tensors = list[torch.Tensor]
-Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that state_dict() has not
-#: What an update does to a tensor. What is held follows a copy() of everything alone; what is left has no place in it.
+Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that state_dict() leaves out
+#: The effect of an update on a tensor. A held tensor changes by copy() alone; a tensor to leave is not kept at all.
 Fate = Literal["average", "copy", "hold", "leave"]
 Choose = Callable[[str, torch.Tensor, Kind], Fate]
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
@@ -30,8 +30,8 @@ _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 @dataclass(eq=False)
 class AveragedTensor:
     """Two tensors of one shape: the average and its source; parts of the same global tensor where they are DTensors.
-    ``region``: their part of a global tensor, by whose elements stochastic rounding draws, so that it is the same under
-    any division; None: all of one."""
+    ``region``: their part of a global tensor; None: they are whole. Stochastic rounding draws its noise for the
+    elements of the global tensor, so that it is the same under any division."""
 
     name: str
     source: torch.Tensor
@@ -48,8 +48,8 @@ class GivenMemory:
     def __init__(self, rows: Iterable[AveragedTensor], rule: str, stochastic: bool = False, seed: int = 0) -> None:
         self._rule, self._stochastic, self._seed = rule, stochastic, seed
         self._warned = False
-        #: The sources in the order of ``rows``, without what is left alone. A caller may take them away between calls,
-        #: and bring them again where they were: the engine reads addresses alone.
+        #: The sources in the order of ``rows``, without those to leave. A caller may remove them between calls, and
+        #: put them back at the same addresses, which are all that the engine knows.
         self.sources: Tensors = []
         self._averages: Tensors = []
         self._copied: list[int] = []  # places of rows
@@ -90,8 +90,7 @@ class GivenMemory:
     def update(self, decay: float, weight: float, step: int | None = None) -> None:
         """Makes one update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the
         average. ``step``, more than at the last update, draws the noise; None: one more. Averages on the host are whole
-        when it returns, since anybody may look at them.
-        """
+        when it returns, since other code may read them."""
         copy_all([*self._staged.values()], [_memory(self.sources[at]) for at in self._staged])
         held = 0
         for engine, streams in self._engines:
@@ -151,7 +150,7 @@ class GivenMemory:
     def _engine(self, dtype: torch.dtype, rows: Sequence[AveragedTensor]) -> _core.Average:
         narrow = dtype.itemsize == 2
         options = _core.AverageOptions(
-            schedules=[_core.Schedule.make("constant", {"decay": 1.0})],  # never asked: update_by() brings its own
+            schedules=[_core.Schedule.make("constant", {"decay": 1.0})],  # unused: update_by() brings its own
             dtype=DTYPES[dtype], rule=_core.Rule.lerp if narrow else getattr(_core.Rule, self._rule),
             rounding=_core.Rounding.stochastic if narrow else _core.Rounding.nearest,
             non_finite=_core.NonFinite.hold, update_every=1, start_step=0, seed=self._seed, num_threads=0,

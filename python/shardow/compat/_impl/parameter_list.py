@@ -26,23 +26,22 @@ class ParameterList:
     instead.
 
     Both lists come with every update, since their owners may replace them: the same memory costs less than a
-    microsecond a tensor, other memory is paired anew. Parameters are neither kept alive nor referred to, since torch
-    does not swap what is weakly referenced, as FSDP2 wants.
+    microsecond a tensor, other memory is paired anew. Parameters are neither kept alive nor weakly referenced: FSDP2
+    wants torch to swap them, and torch swaps no weakly referenced tensor.
     """
 
     def __init__(self, rule: str, copy_frozen: bool = False) -> None:
         self._rule, self._copy_frozen = rule, copy_frozen
         self._memory: GivenMemory | None = None
-        self._marks: object = None  # of what is paired
+        self._marks: object = None  # of the paired lists
         self._sharded = self._warned = False
 
     @torch.no_grad()
     def update(
         self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], decay: float, weight: float
     ) -> None:
-        """Raises ValueError and RuntimeError, before anything changes, where a shadow and its parameter differ in
-        shape.
-        """
+        """Makes one update. Raises ValueError and RuntimeError, before anything changes, where a shadow and its
+        parameter differ in shape."""
         if self._marks_of(shadows, parameters) != self._marks:
             parameters = resharded(parameters)
             if self._marks_of(shadows, parameters) != self._marks:
@@ -55,7 +54,7 @@ class ParameterList:
             self._memory.sources = []
 
     def _bind(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-        self._marks = None  # nothing is known until all is
+        self._marks = None  # a failure leaves nothing paired
         check(shadows, parameters)
         rows = [
             AveragedTensor(
@@ -72,27 +71,26 @@ class ParameterList:
         self._marks = self._marks_of(shadows, parameters)
 
     def _marks_of(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
-        """What an update compares. Of subclasses the marks tell no more than addresses."""
+        """Returns the marks that an update compares. Of subclasses, MARKS has addresses alone: forms are added."""
         lists = (_locals(shadows), _locals(parameters)) if self._sharded else (shadows, parameters)
         trained = list(map(_requires_grad, parameters)) if self._copy_frozen else []
         subclasses = [(tuple(t.shape), t.stride(), t.dtype) for t in chain(*lists) if type(t) not in _MARKED]
         return *map(MARKS.of, lists), subclasses, trained
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies pair anew."""
+        """Returns the options alone: copies pair their lists anew."""
         kept = {name: getattr(self, name) for name in ("_rule", "_copy_frozen", "_warned")}
         return {**kept, "_memory": None, "_marks": None, "_sharded": False}
 
 
 def copies(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Shadows, equal to their parameters."""
+    """Returns shadows, equal to their parameters."""
     return [parameter.detach().clone() for parameter in resharded(parameters)]
 
 
 def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """The parameters ``targets`` become the values, cast and moved; a backward through the old ones raises. Raises as
-    check().
-    """
+    """Writes the values into the parameters ``targets``, cast and moved; a backward through the old ones raises. Raises
+    as check()."""
     targets = resharded(targets)
     check(values, targets)
     with torch.no_grad():
@@ -103,8 +101,8 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 def loaded(
     what: str, values: Any, likes: Sequence[torch.Tensor], also: type[Exception] | None = None
 ) -> list[torch.Tensor]:
-    """Copies of a state's tensors; of whole ones, this rank's part where their like is sharded. Raises ValueError, also
-    ``also``, where ``values`` are no list of tensors, and as check()."""
+    """Returns copies of a state's tensors; of whole tensors, this rank's part where the tensor in ``likes`` is sharded.
+    Raises ValueError, also ``also``, where ``values`` are no list of tensors, and as check()."""
     if not isinstance(values, list) or not all(isinstance(value, torch.Tensor) for value in values):
         raise invalid(f"{what} must be a list of tensors", also)
     if len(values) == len(likes):
@@ -117,16 +115,15 @@ def moved(
     tensors: Sequence[torch.Tensor], device: torch.device | str | None, dtype: torch.dtype | None,
     non_blocking: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """To the device, and floating ones to the dtype."""
+    """Moves tensors to the device, and floating ones to the dtype."""
     return [
         t.to(device=device, dtype=dtype if t.is_floating_point() else None, non_blocking=non_blocking) for t in tensors
     ]
 
 
 def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], loading: bool = False) -> None:
-    """Raises what is ValueError and RuntimeError where lengths or shapes differ. ``loading``: the shadows are a
-    state's.
-    """
+    """Raises an error that is a ValueError and a RuntimeError where lengths or shapes differ. ``loading``: the shadows
+    are a state's."""
     if len(shadows) != len(parameters):
         differ = f"{len(parameters)} parameters were given; the averages were made of {len(shadows)}"
         if loading:
@@ -160,6 +157,6 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
-    """The global shape, and where the tensor is sharded the local one."""
+    """Returns the global shape, and where the tensor is sharded the local one."""
     local = getattr(tensor, "_local_tensor", None)
     return tensor.shape if local is None else (tuple(tensor.shape), tuple(local.shape))

@@ -1,7 +1,6 @@
-"""SwappedModelProxy: looks like an averaged second model where none can be had: the first model, with an EMA's averages
-in it while it is called. And the ranks that act together, for classes whose upstreams have no word for them, and how a
-state fills averages once all ranks have compared them.
-"""
+"""SwappedModelProxy: looks like an averaged second model where the model cannot be copied. A call puts an EMA's
+averages into the first model and runs that. Also the ranks that act together, for classes whose upstream has no word
+for them, and the filling of averages from a state that all ranks have compared."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ from shardow.start.materialize import Request
 
 
 class SwappedModelProxy(nn.Module):
-    """A module without parameters of its own, that acts as ``model`` with the averages of ``ema``.
+    """A module that acts as ``model`` with the averages of ``ema``, and owns no parameters.
 
     Calling it is collective, as calling a sharded model is: it swaps the averages in, and out again. state_dict() and
     load_state_dict() are of the averages, in pieces as this rank has them, under the model's clean names, and of the
-    model's buffers. It has its own train() and eval(). Other attributes are the model's, whose weights are not averaged
-    outside of a call: use ``with ema.swapped()`` for them.
+    model's buffers. Its train() and eval() are apart from the model's. Other attributes are the model's, whose weights
+    are not averaged outside of a call: use ``with ema.swapped()`` for them.
     """
 
     ema: EMA
@@ -59,11 +58,11 @@ class SwappedModelProxy(nn.Module):
         return model_averages(self.ema)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Backward through the result raises, since the weights have changed by then."""
+        """Calls the model. Backward through the result raises, since the weights have changed by then."""
         return self.run(self._model, *args, **kwargs)
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A method of the model, with the averages in it and in this module's mode."""
+        """Calls a method of the model, with the averages in it and in this module's mode."""
         with self.ema.swapped(), modes_kept(self._model):
             self._model.train(self.training)
             return method(*args, **kwargs)
@@ -97,18 +96,18 @@ class SwappedModelProxy(nn.Module):
 
 
 def whole_averages(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state_dict() of a module in fresh CPU tensors. Of a stand-in, or a module that has one beside models and its
-    own buffers, on rank 0, whole and under clean names, {} elsewhere. Collective then."""
+    """Returns the state_dict() of a module in fresh CPU tensors. Of a proxy, or a module that has one beside models and
+    its own buffers: on rank 0, whole and under clean names, {} elsewhere. Collective then."""
     if isinstance(module, SwappedModelProxy):
         return module.ema.full_state_dict(complete=True)
     children = dict(module.named_children())
     if not any(isinstance(child, SwappedModelProxy) for child in children.values()):
         return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
     own = {name: buffer.cpu().clone() for name, buffer in module.named_buffers(recurse=False)}
-    each = {
+    states = {
         key: (whole_averages if isinstance(m, SwappedModelProxy) else full_state_dict)(m) for key, m in children.items()
     }
-    full = {f"{key}.{name}": tensor for key, state in each.items() for name, tensor in state.items()}
+    full = {f"{key}.{name}": tensor for key, state in states.items() for name, tensor in state.items()}
     return {**own, **full} if full else {}
 
 
@@ -119,10 +118,10 @@ def proxy_for(
     model: nn.Module, rule: ChosenRule, choose: Choose, *, device: Any = None, dtype: torch.dtype | None = None,
     replicas: Replicas = "copy", stochastic: bool = False, seed: int = 0,
 ) -> SwappedModelProxy | None:  # fmt: skip
-    """Returns None where a second model can be had: FSDP's cannot be copied; ``replicas="split"`` asks for parts on
-    each rank. Else averages of everything floating that ``model`` saves, whatever ``choose`` will make of it; they are
-    float32 (float64 of such weights, ``dtype`` if given; 16-bit ones only where they are rounded stochastically).
-    Buffers that are not saved are the model's own. Collective over the ranks that share the model."""
+    """Returns a proxy for an FSDP model, which cannot be copied, and with ``replicas="split"``, which asks for parts on
+    each rank; else None. It averages everything floating that ``model`` saves, whatever ``choose`` will make of it.
+    Averages are float32 (float64 of such weights, ``dtype`` if given; 16-bit ones only where they are rounded
+    stochastically). Buffers that are not saved are the model's own. Collective over the ranks that share the model."""
     if one_of("replicas", replicas, ("copy", "split")) != "split" and not has_fsdp(model):
         return None
     view = find(model, odd=True)
@@ -149,7 +148,7 @@ def _is_real(name: str, parameter: torch.Tensor) -> bool:
 
 
 class AveragesOfProxy:
-    """The averages of a proxy follow its model by their own rule and rounding. As AveragedCopy."""
+    """Lets the averages of a proxy follow its model by the EMA's rule and rounding. It is used as an AveragedCopy."""
 
     _averages: ModelAverages
     _seen: nn.Module | None = None
@@ -185,7 +184,7 @@ class AveragesOfProxy:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """All averages become the model's, whatever their fate."""
+        """Makes all averages equal to the model's tensors, whatever their fate."""
         self._averages.update_by(0.0, 1.0)
         self._change(copy_all, "copy")
 
@@ -197,7 +196,7 @@ class AveragesOfProxy:
             change(averages, weights)
 
     def bind(self, module: Any, model: nn.Module) -> AveragesOfProxy:
-        """``module``: the proxy. Raises where ``model`` is not the one that its averages are of."""
+        """Takes the averages of ``module``, the proxy. Raises where they are not those of ``model``."""
         self._averages = module.core
         if model is not self._seen:
             if [*map(id, model.parameters())] != [*map(id, self._averages.view.model.parameters())]:
@@ -209,7 +208,7 @@ class AveragesOfProxy:
 
 
 def ranks_of(module: nn.Module) -> RankGroup:
-    """Those that share a module, or what it stands in for."""
+    """Returns the ranks that share a module, or the model of a proxy."""
     return module.core.ranks if isinstance(module, SwappedModelProxy) else RankGroup(group_of_model(module, None), None)
 
 
@@ -222,14 +221,14 @@ def refuse_copies(ranks: RankGroup) -> None:
 
 
 def all_ranks(process_group: dist.ProcessGroup | None = None) -> RankGroup:
-    """Those of ``process_group``; None: all there are, each of which has a plain model, where one file is enough."""
+    """Returns the ranks of ``process_group``; None: all ranks, each of which has a plain model, where one file is
+    enough."""
     return RankGroup(dist.group.WORLD if process_group is None and dist.is_initialized() else process_group, None)
 
 
 def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | None = None) -> RankGroup:
-    """everybody() for a new ``what`` ("DistEMA"): its calls meet its own alone. ValueError where ``facts`` differ.
-    Collective.
-    """
+    """Returns all_ranks() for a new ``what`` ("DistEMA"), whose calls meet its own alone. Raises ValueError where
+    ``facts`` differ. Collective."""
     ranks = all_ranks(process_group)
     ranks.step(f"{what}(...)", lambda: Step(None, [equal_facts(f"{what}(...)", facts, ranks), ranks.join(what)]))
     return ranks
@@ -240,9 +239,9 @@ def fill(
     what: str, ranks: RankGroup, look: Callable[[], LocalState], state: Mapping[str, Any],
     names_error: type[Exception] = RuntimeError, strict: bool = True, hint: str = _state.HINT,
 ) -> Fit[Form | None]:  # fmt: skip
-    """Fills what ``look()`` finds here with a state's whole tensors, or the same parts. Raises on every rank, before
-    anything changes, where a tensor differs or, if ``strict``, a name: ValueError, also a ``names_error``, else a
-    RuntimeError. Collective."""
+    """Fills the tensors that ``look()`` returns with a state's whole tensors, or the same parts. Raises on every rank,
+    before anything changes, where a tensor differs or, if ``strict``, a name. The error is a ValueError, and a
+    ``names_error`` for names, else a RuntimeError. Collective."""
 
     def check() -> tuple[LocalState, list[_state.Copy], Fit[Form | None]]:
         held = look()
@@ -265,9 +264,9 @@ def load_averages(
     core: ModelAverages, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()",
     beside: Iterable[LocalShard] = (),
 ) -> Fit[Form | None]:  # fmt: skip
-    """Takes pieces of the same sharding, DTensors, or full tensors, under any names of theirs, also of what lies
-    ``beside`` the averages. What else the model has, and unless ``strict`` all other names, are passed over, and what
-    is missing stays; counters stay too. Collective."""
+    """Loads pieces of the same sharding, DTensors, or full tensors, under any of their names, into the averages and
+    into ``beside``. Other names of the model, and unless ``strict`` all other names, are passed over. What is missing
+    keeps its value; counters do too. Collective."""
 
     def look() -> LocalState:
         core.swap.refuse(what)
@@ -288,10 +287,10 @@ def follow(
     model: nn.Module, rule: ChosenRule, choose: Choose = everything_saved, *, device: Any = None,
     dtype: torch.dtype | None = None, replicas: Replicas = "copy", **rounding: Any,
 ) -> tuple[nn.Module, Follower]:  # fmt: skip
-    """Returns a copy of ``model`` and what keeps it at the averages; a proxy where no copy can be had, or
-    ``replicas="split"``: ranks with the same weights keep a part each. That is chosen once, collective then. ``rule``,
-    ``choose``: as in AveragedCopy. ``device``, ``dtype``: of the averages, by default the model's. ``rounding``: of 16
-    bits, as in GivenMemory."""
+    """Returns a copy of ``model`` and its follower, which keeps it at the averages. It is a proxy where the model
+    cannot be copied, or with ``replicas="split"``, where ranks with the same weights keep a part each. The choice is
+    made once, collectively for a proxy. ``rule``, ``choose``: as in AveragedCopy. ``device``, ``dtype``: of the
+    averages, by default the model's. ``rounding``: of 16 bits, as in GivenMemory."""
     refuse_scripted(model.named_modules())
     proxy = proxy_for(model, rule, choose, device=device, dtype=dtype, replicas=replicas, **rounding)
     if proxy is not None:
@@ -306,7 +305,7 @@ def follow(
 
 
 class Averaged(nn.Module):
-    """Base of modules that are called as the average at ``module``: its averages have the keys ``module.*``."""
+    """Base of modules whose calls go to the average at ``module``: its averages have the keys ``module.*``."""
 
     module: nn.Module
 
@@ -318,14 +317,13 @@ class Averaged(nn.Module):
         return self.module(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on rank 0, and
-        {} elsewhere.
-        """
+        """Returns state_dict() in fresh CPU tensors, whole also where the averages are sharded: then collective, on
+        rank 0, and {} elsewhere."""
         return whole_averages(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As in torch. Of sharded averages: pieces as from state_dict(), or whole tensors, under the names of any
-        wrapping; everything is checked on every rank first. Collective then."""
+        """Loads as in torch. Sharded averages take pieces as from state_dict(), or whole tensors, under the names of
+        any wrapping; everything is checked on every rank first. Collective then."""
         if not isinstance(self.module, SwappedModelProxy):
             shapes = compare(_shapes(self.state_dict()), _shapes(state_dict))
             (shapes if strict else shapes.only_different()).refuse("load_state_dict()", "the state", RuntimeError)
@@ -343,10 +341,10 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
 
 
 def load(what: str, module: nn.Module, find: Callable[[], Mapping[str, Any]], strict: bool) -> None:
-    """Loads the state that ``find()`` returns, whole tensors, or a stand-in's pieces, into any module, by names without
-    what wrappers put into them, here and there. Raises RuntimeError and ValueError, before anything changes, where a
-    shape differs or, if ``strict``, a name is missing or unknown; where no name fits, always. Collective where ranks
-    share the module, which then may be sharded. ``what`` is for messages."""
+    """Loads the state that ``find()`` returns, whole tensors, or a proxy's pieces, into any module. Names are compared
+    without what wrappers put into them, on either side. Raises RuntimeError and ValueError, before anything changes,
+    where a shape differs or, if ``strict``, a name is missing or unknown; where no name fits, always. Collective where
+    ranks share the module, which then may be sharded. ``what`` is for messages."""
     own = {clean_file_key(name) for name in module.state_dict()}
 
     def check() -> Mapping[str, Any]:

@@ -172,7 +172,7 @@ class EMA_FSDP:
             here = {row.name: tuple(row.local.region.shape) for row in self._averages.tracked}
             there = {local.name: tuple(local.region.shape) for local in find(model, odd=True).parameters}
             fit = compare(here, there)
-            fit.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
+            fit.refuse("copy_to()", "the module", KeyError, target="in the averages", done="nothing was copied")
 
         self._averages.ranks.agree("copy_to()", refuse_unlike)
         copies.copy_to(self._averages, model, None, complete=False)

@@ -91,7 +91,7 @@ class Teacher:
         parts = {row.name: part for row in tracked if (part := self._part(row.name)) is not None}
         regions = {name: part.region for name, part in parts.items()}
         compare({row.name: row.region for row in tracked}, regions).refuse(
-            _CALL, "the teacher", here="in the student", done="nothing was made", hint=_LIKE
+            _CALL, "the teacher", target="in the student", done="nothing was made", hint=_LIKE
         )
         if learns := [part.name for part in parts.values() if part.name in self._trained]:
             means = "averages are not: teacher.requires_grad_(False)"

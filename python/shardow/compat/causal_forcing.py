@@ -171,7 +171,7 @@ class EMA_FSDP:
             averages = {row.name: tuple(row.local.region.shape) for row in self._averages.tracked}
             weights = {local.name: tuple(local.region.shape) for local in find(model, odd=True).parameters}
             fit = compare(averages, weights)
-            fit.refuse("copy_to()", "the module", KeyError, here="in the averages", done="nothing was copied")
+            fit.refuse("copy_to()", "the module", KeyError, target="in the averages", done="nothing was copied")
 
         self._averages.ranks.agree("copy_to()", refuse_unlike)
         copies.copy_to(self._averages, model, None, complete=False)

@@ -183,7 +183,7 @@ class DistEMA:
             locals_ = {local.name: local for local in view.parameters}
             regions = {share.name: share.local.region for share in self._shares}
             compare(regions, {name: local.region for name, local in locals_.items()}).refuse(
-                "update()", "the model", KeyError, here="in the averages", done="nothing was averaged",
+                "update()", "the model", KeyError, target="in the averages", done="nothing was averaged",
                 hint="The averages were made of another model; make a DistEMA of this one",
             )  # fmt: skip
             self._shares = [

@@ -1,5 +1,5 @@
-"""A torch model as each rank holds it.
+"""Represents a torch model as each rank holds it.
 
-Its weights and buffers under plain names, the region of each, the tensors' memory, and what watches over them.
+It has weights and buffers under plain names, the region and the memory of each, and checks that these still hold.
 
 May import: distributed, base, errors."""

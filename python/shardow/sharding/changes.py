@@ -1,5 +1,6 @@
-"""What has become of a model's tensors since its view was made, in words, and the way out. Weights may lie elsewhere
-when they come back from a swap, after casts, moves to devices, replaced parameters, load_state_dict(assign=True)."""
+"""Finds how a model's tensors have changed since its view was made, and describes it with advice. A swap may have to
+bring weights back into other memory: after casts, moves to devices, replaced parameters, load_state_dict(assign=True).
+"""
 
 from __future__ import annotations
 
@@ -12,38 +13,38 @@ from shardow import _core
 from shardow.base.checks import invalid, warn
 from shardow.sharding.local import LocalTensor
 
-WAY_OUT = (
+HINT = (
     "make the EMA after the model has its final form, "
     "or make a new EMA and load the old one's state into it: new.load_state_dict(old.state_dict(), strict=False); "
     "old.detach() ends its updates"
 )
 
 
-#: What stays as it is where memory moves: (a tensor's object in the model, the first name of what lies in its memory,
-#: quoted, its dtype, device and region).
+#: Properties of a tensor that do not change where its memory moves: (its object in the model, the first name of the
+#: tensor in its memory, quoted, its dtype, device and region).
 Form = tuple[object, str, torch.dtype, torch.device, _core.Region]
 
 
 def change(recorded: Mapping[str, Form], current: Mapping[str, Form]) -> str | None:
-    """Returns what has become of the first tensor that is not as it was recorded; None where nothing but addresses has
-    changed. Both by name.
+    """Describes the change of the first tensor whose form is not the recorded one; None where at most addresses have
+    changed. Both mappings are by name.
     """
     for name in {**recorded, **current}:
         if name not in current:
-            return f"'{name}' is gone from the model; {WAY_OUT}"
+            return f"'{name}' is gone from the model; {HINT}"
         if name not in recorded:
-            return f"'{name}' has been added since this EMA was made, and has no average; {WAY_OUT}"
+            return f"'{name}' has been added since this EMA was made, and has no average; {HINT}"
         (before, *old), (after, *new) = recorded[name], current[name]
         if after is not before:
-            return f"'{name}' has been replaced by another object since this EMA was made; {WAY_OUT}"
+            return f"'{name}' has been replaced by another object since this EMA was made; {HINT}"
         for what, value, expected in zip(("lies in the memory of", "is", "is on", "holds"), new, old, strict=True):
             if value != expected:
-                return f"'{name}' {what} {value}, it was {expected} when this EMA was made; {WAY_OUT}"
+                return f"'{name}' {what} {value}, it was {expected} when this EMA was made; {HINT}"
     return None
 
 
 class Move(NamedTuple):
-    """``weights`` belong into the memory ``target``."""
+    """A swap must bring ``weights`` back into the memory ``target``."""
 
     name: str
     weights: torch.Tensor
@@ -51,9 +52,9 @@ class Move(NamedTuple):
 
 
 def find_moves(model: Iterable[LocalTensor], weights: Iterable[LocalTensor], strict: bool) -> list[Move]:
-    """Returns where ``weights`` lie in ``model``, as that is now, under every name that a tied weight has, if not where
-    they were. Raises ValueError where it has no place of the same region for a weight any more; not so ``strict``, such
-    are left out."""
+    """Returns a move for each of ``weights`` that has other memory in ``model`` now, under every name of a tied weight.
+    Raises ValueError where the model has no place of the same region for a weight any more; unless ``strict``, such
+    weights are left out."""
     places = {name: local for local in model for name in (local.name, *local.aliases)}
     moves, lost = [], []
     for local in weights:

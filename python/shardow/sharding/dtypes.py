@@ -1,5 +1,5 @@
-"""Names of dtypes in files and in the engine: the one table, from torch's to theirs and back; and devices as
-users name them."""
+"""Translates torch's dtypes into their names in files and in the engine, and back, and reads the devices and dtypes
+that users name."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
-#: torch's packed dtypes, and how many of the format's elements one of theirs is.
+#: Names of torch's packed dtypes, and how many of the format's elements one element of torch's holds.
 PACKED = {"F4": 2}
-for later, name in (("float8_e8m0fnu", "F8_E8M0"), ("float4_e2m1fn_x2", "F4")):  # than torch 2.6
-    if hasattr(torch, later):
-        NAMES[getattr(torch, later)] = name
+for attribute, name in (("float8_e8m0fnu", "F8_E8M0"), ("float4_e2m1fn_x2", "F4")):  # torch 2.6 lacks these
+    if hasattr(torch, attribute):
+        NAMES[getattr(torch, attribute)] = name
 
 
 def name_of(what: str, dtype: torch.dtype) -> str:
-    """Raises NotImplementedError where files have none such; ``what`` is for the message."""
+    """Returns a dtype's name in files. Raises NotImplementedError where it has none; ``what`` is for the message."""
     if dtype not in NAMES:
         raise unsupported(f"'{what}' is {dtype}, which safetensors files do not have")
     return NAMES[dtype]
 
 
 def dtype_of(what: str, name: str) -> torch.dtype:
-    """Raises NotImplementedError where torch has none such."""
-    found = next((dtype for dtype, known in NAMES.items() if known == name), None)
-    if found is None:
+    """Returns torch's dtype of a name in files. Raises NotImplementedError where torch has none."""
+    dtype = next((candidate for candidate, known in NAMES.items() if known == name), None)
+    if dtype is None:
         raise unsupported(f"'{what}' is {name}, which torch does not have")
-    return found
+    return dtype
 
 
 def device_of(device: Any) -> torch.device:
-    """A user's ``device=``. Raises ValueError for what is none."""
+    """Returns a user's ``device=`` as torch's. Raises ValueError where it is no device."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -48,7 +48,7 @@ def device_of(device: Any) -> torch.device:
 
 
 def floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A user's ``dtype=``. Raises ValueError for what is no floating dtype of files."""
+    """Returns a user's ``dtype=`` as torch's. Raises ValueError where it is no floating dtype of files."""
     if dtype is None:
         return None
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

@@ -12,7 +12,7 @@ from shardow import _core
 from shardow.distributed.rank_group import Comparison, RankGroup
 from shardow.sharding.local import LocalTensor, oddity
 
-#: The way out.
+#: Advice where ranks hold different weights.
 DIFFERENT_WEIGHTS = (
     "files, exports and swaps take one rank's values for all. Begin with the same weights on all ranks; of ranks that "
     "train apart for a while (LocalSGD), call this when their weights have been averaged; leave a rank's own weights "
@@ -25,8 +25,8 @@ _PRIME = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """``tensor``: what this rank holds of ``name`` there; ``holders``: who else should have the same, in words that are
-    equal for them.
+    """A tensor that several ranks should hold alike. ``tensor``: this rank's elements of ``name`` in ``region``;
+    ``holders``: a text of the ranks that should have the same, which is equal on all of them.
     """
 
     name: str
@@ -36,8 +36,8 @@ class Common:
 
 
 def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common | None:
-    """None where no other rank holds the same, or where its elements can't be read. ``tensor``: in place of the
-    weights.
+    """Returns what to compare of ``local``; None where no other rank holds the same, or where its elements can't be
+    read. ``tensor`` is compared in place of the weights.
     """
     if (local.sharded and not local.replicas) or oddity(local.tensor):
         return None
@@ -46,22 +46,22 @@ def common_of(local: LocalTensor, tensor: torch.Tensor | None = None) -> Common 
 
 
 def equal_copies(
-    what: str, common: Iterable[Common | None], ranks: RankGroup, way_out: str = DIFFERENT_WEIGHTS
+    what: str, common: Iterable[Common | None], ranks: RankGroup, hint: str = DIFFERENT_WEIGHTS
 ) -> Comparison:
-    """Compares what ranks hold under one name: ValueError on every rank where it differs. Reads ``common`` once."""
+    """Compares what ranks hold under one name; where it differs every rank raises ValueError. Reads ``common`` once."""
     copies = [copy for copy in common if copy is not None] if ranks.size > 1 else []
     sums = zip(copies, checksums([copy.tensor for copy in copies]), strict=True)
     facts = [
-        (f"'{copy.name}'\0{copy.tensor.dtype} {copy.region.encode().hex()}", str(sum_), way_out, f"on {copy.holders}")
+        (f"'{copy.name}'\0{copy.tensor.dtype} {copy.region.encode().hex()}", str(sum_), hint, f"on {copy.holders}")
         for copy, sum_ in sums
     ]
     return _core.EqualFacts(what, facts)
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Of each tensor's bytes, in the order of its elements; equal on ranks with the same kind of device."""
+    """Returns a checksum of each tensor's bytes in element order, equal on ranks with the same kind of device."""
     sums = [_checksum(tensor.detach()) for tensor in tensors]
-    return [int(one) & (2**64 - 1) for one in sums]  # waits for devices once all are under way
+    return [int(value) & (2**64 - 1) for value in sums]  # waits for devices, after all have begun
 
 
 def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:

@@ -1,9 +1,9 @@
-"""FSDP1: flat parameters, of which each rank holds a padded stretch; infos beside them say which elements of which
-parameter lie where.
+"""Supports FSDP1, where each rank holds a padded range of a flat parameter, and torch's infos say which elements of
+which parameter lie where.
 
-All of it is private to torch (``_handle``, ``_shard_param_infos``, ``_local_shard``): FSDP1 is in maintenance, and
-nothing public tells a shard's range. After a forward under no_grad the root keeps an unsharded copy that the next
-forward uses, and nothing in its parameters shows it: handles are resharded before and after shards are written.
+All of it is private to torch (``_handle``, ``_shard_param_infos``, ``_local_shard``): FSDP1 is in maintenance, and no
+public API tells a shard's range. After a forward under no_grad the root keeps an unsharded copy that the next forward
+uses, and its parameters do not show this: handles are resharded before and after shards are written.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _WRITE = "write in place, p.data.copy_(...), or inside FullyShardedDataParallel.
 
 
 def shard_of(handle: Any) -> torch.Tensor:
-    """This rank's stretch of a flat parameter: before the first forward flat_param itself, after it _local_shard, the
-    same memory.
+    """Returns this rank's range of a flat parameter: before the first forward flat_param itself, after it _local_shard,
+    the same memory.
     """
     flat = handle.flat_param
     shard: torch.Tensor = getattr(flat, "_local_shard", flat.data) if handle.uses_sharded_strategy else flat.data
@@ -38,8 +38,8 @@ def shard_of(handle: Any) -> torch.Tensor:
 
 
 def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> None:
-    """The unsharded copy of a flat parameter, if there is one. Raises where that would lose what FSDP has not taken
-    over yet; ``name`` tells of the parameter with an index."""
+    """Frees the unsharded copy of a flat parameter, if there is one. Raises where that would lose values that FSDP has
+    not taken over yet; ``name`` returns the name of the parameter with an index."""
     refuse_strays(handle, name or handle.flat_param._fqns.__getitem__)
     # Before the first forward reshard() would raise.
     if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
@@ -47,19 +47,19 @@ def free_unsharded(handle: Any, name: Callable[[int], str] | None = None) -> Non
         handle.post_reshard()
 
 
-def left(handle: Any) -> bool:
-    """The flat parameter is sharded, and not in the shard that FSDP goes back to after its next forward."""
+def displaced(handle: Any) -> bool:
+    """Returns whether the flat parameter is sharded, but not in the shard that FSDP uses after its next forward."""
     flat = handle.flat_param
     return hasattr(flat, "_local_shard") and handle.is_sharded(flat) and flat.data_ptr() != flat._local_shard.data_ptr()
 
 
 def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
-    """Raises for weights that are not where FSDP keeps them, and would be lost: of original parameters those that are
-    neither in the shard nor in its unsharded copy. FSDP takes them over in its next forward, or forgets them if it
-    shows its views anew before that.
+    """Raises for weights that are not where FSDP keeps them, and would be lost: original parameters that are neither in
+    the shard nor in its unsharded copy. FSDP takes them over in its next forward, or forgets them if it makes its views
+    anew before that.
     """
     flat = handle.flat_param
-    if left(handle) and not torch.equal(flat.detach(), flat._local_shard.to(flat.dtype)):
+    if displaced(handle) and not torch.equal(flat.detach(), flat._local_shard.to(flat.dtype)):
         raise invalid(
             f"the flat parameter of '{name(0)}' was put elsewhere after its first forward, with other values: FSDP1 "
             "goes back to its own "
@@ -67,13 +67,13 @@ def refuse_strays(handle: Any, name: Callable[[int], str]) -> None:
         )
     memory = {tensor.untyped_storage().data_ptr() for tensor in (shard_of(handle), flat)}
     for i, (param, owner) in enumerate(zip(flat._params or (), flat._param_infos, strict=False)):
-        now = owner.module._parameters.get(owner.param_name)
-        if not isinstance(now, nn.Parameter) or (
+        shown = owner.module._parameters.get(owner.param_name)
+        if not isinstance(shown, nn.Parameter) or (
             handle.uses_sharded_strategy and not flat._shard_param_infos[i].in_shard
         ):
-            continue  # inside of a forward, or nothing of it is here, whatever it may be
-        if now is not param or (
-            type(now) is nn.Parameter and now.numel() and now.untyped_storage().data_ptr() not in memory
+            continue  # inside of a forward, or this rank holds nothing of it
+        if shown is not param or (
+            type(shown) is nn.Parameter and shown.numel() and shown.untyped_storage().data_ptr() not in memory
         ):
             raise invalid(
                 f"parameter '{name(i)}' was put elsewhere (p.data = ..., or another Parameter in its place), which "
@@ -88,14 +88,14 @@ class Fsdp1Adapter(Adapter):
         names = defaultdict(list)
         for name, module in walk(model) if self._wrappers else ():
             names[id(module)].append(name)
-        #: By the id of a flat parameter and the number of a parameter in it.
+        #: Local tensors by the id of a flat parameter and the number of a parameter in it.
         self._places = {place: local for module in self._wrappers for place, local in _flat_tensors(module, names)}
         self.hidden = [*self._places.values()]
         self.owned = shown_by(self._wrappers)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Returns the groups of the ranks that share flat parameters; of hybrid sharding, a product of two groups of
-        which each rank knows its own row and column alone, WORLD where that is everybody."""
+        """Returns the groups of the ranks that share flat parameters. Hybrid sharding is a product of two groups, and a
+        rank knows its own row and column alone: WORLD where the product has all ranks."""
         groups, world = list[dist.ProcessGroup](), dist.group.WORLD
         for module in self._wrappers:
             columns = getattr(module, "_inter_node_pg", None)
@@ -110,14 +110,14 @@ class Fsdp1Adapter(Adapter):
         return [module._handle.flat_param for module in self._wrappers]
 
     def shown(self) -> list[torch.Tensor]:
-        """Returns those that have this rank's part in the shard."""
+        """Returns the original parameters that have this rank's part in the shard."""
         return [local.shown for local in self.hidden if type(local.shown) is nn.Parameter]
 
     def written(self) -> None:
         torch.autograd.graph.increment_version(self.flat_parameters())
 
     def in_place(self) -> bool:
-        return not any(left(module._handle) for module in self._wrappers)
+        return not any(displaced(module._handle) for module in self._wrappers)
 
     def reshard(self, refuse_written: bool = False) -> None:
         for module in self._wrappers:
@@ -130,11 +130,11 @@ class Fsdp1Adapter(Adapter):
 
 def _wrappers_of(model: nn.Module) -> list[Any]:
     """Returns the FSDP1 wrappers whose flat parameters hold weights of the model's modules: those in it, and those that
-    it is a part of. FSDP1 registers its wrappers nowhere, so these are looked for among all of Python's objects, where
-    a module bears FSDP's mark and has no FSDP above it here.
+    contain it. FSDP1 has no registry of wrappers. All of Python's objects are searched for them where a module bears
+    FSDP's mark, and no FSDP module of the model contains it.
     """
     modules = {id(module): module for module in model.modules()}
-    found: list[Any] = [
+    holders: list[Any] = [
         module
         for module in modules.values()
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None
@@ -142,37 +142,37 @@ def _wrappers_of(model: nn.Module) -> list[Any]:
     tops = [module for module in modules.values() if isinstance(module, (FSDPModule, FullyShardedDataParallel))]
     below = {id(module) for top in tops for module in top.modules()}
     if all(key in below or "_is_fsdp_managed_module" not in vars(module) for key, module in modules.items()):
-        return found
+        return holders
     for wrapper in wrappers():
         flat = wrapper._handle.flat_param
         infos = [*flat._param_infos, *flat._shared_param_infos]
         if id(wrapper) not in modules and any(id(info.module) in modules for info in infos):
-            found.append(wrapper)
-    reached = shown_by(found)
+            holders.append(wrapper)
+    reached = shown_by(holders)
     marked = [slot for slot in slots(model, "parameter") if hasattr(slot.recorded, "_fsdp_flattened")]
     if lost := [f"{slot.key} of {type(slot.module).__name__}" for slot in marked if id(slot.recorded) not in reached]:
         why = "this is a part of an FSDP1 model that is gone, so nothing tells which elements it holds"
         raise unsupported(f"{', '.join(lost[:8])}: {why}; pass the whole model, or keep it alive")
-    return found
+    return holders
 
 
 def wrappers() -> Iterator[Any]:
-    """Every FSDP1 wrapper alive that has weights of its own."""
-    for one in gc.get_objects():
-        if issubclass(type(one), FullyShardedDataParallel) and one.__dict__.get("_handle") is not None:
-            yield one
+    """Yields every FSDP1 wrapper that is alive and has a flat parameter."""
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), FullyShardedDataParallel) and candidate.__dict__.get("_handle") is not None:
+            yield candidate
 
 
 def shown_by(wrappers: Sequence[Any]) -> set[int]:
-    """Ids of what modules show of the wrappers' weights."""
+    """Returns the ids of the parameters, flat and original, that show the wrappers' weights."""
     return {
         id(p) for module in wrappers for p in (module._handle.flat_param, *(module._handle.flat_param._params or ()))
     }
 
 
 def _flat_tensors(module: Any, names: Mapping[int, list[str]]) -> Iterator[tuple[tuple[int, int], LocalTensor]]:
-    """Yields the parameters of a flat one by its id and their numbers in it. ``names``: the clean names of each module,
-    by id; what lies in other modules is left out."""
+    """Yields the parameters in a flat one, each with the flat one's id and its number in it. ``names``: the clean names
+    of each module, by id; parameters of other modules are left out."""
     handle = module._handle
     flat, sharded = handle.flat_param, handle.uses_sharded_strategy
     shown = list(flat._params) if flat._params is not None else [flat] * len(flat._fqns)
@@ -180,32 +180,31 @@ def _flat_tensors(module: Any, names: Mapping[int, list[str]]) -> Iterator[tuple
     for i, (owner, shape, info) in enumerate(
         zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
     ):
-        if not (called := _names(owner, flat, names)):
+        if not (clean_names := _names(owner, flat, names)):
             continue
-        name, *aliases = called
+        name, *aliases = clean_names
         begin, count, offset = 0, 0, 0
         if info.in_shard:
             begin, count, offset = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
         region = _core.Region.whole(list(shape)).window(begin, begin + count)
-        stretch = slice(offset, offset + count)
-        memory, within = partial(_in_shard, handle, stretch), stretch if shown[i] is flat else slice(count)
+        span = slice(offset, offset + count)
+        memory, within = partial(_in_shard, handle, span), span if shown[i] is flat else slice(count)
         local = LocalTensor(name, memory(), region, shown[i], replicas, True, tuple(aliases), memory, within)
         yield (id(flat), i), local
 
 
-def _in_shard(handle: Any, stretch: slice) -> torch.Tensor:
-    return shard_of(handle)[stretch]
+def _in_shard(handle: Any, span: slice) -> torch.Tensor:
+    return shard_of(handle)[span]
 
 
 def _names(owner: Any, flat: Any, names: Mapping[int, list[str]]) -> list[str]:
-    """Every clean name of a parameter: of each place where its module stands, and of the parameters that are tied to
-    it.
+    """Returns every clean name of a parameter: one for each place of its module in the model, and those of the
+    parameters that are tied to it.
     """
-    tied = [
+    infos = [owner]
+    infos += [
         info
         for info in flat._shared_param_infos
         if info.prim_module is owner.module and info.prim_param_name == owner.param_name
     ]
-    return list(
-        dict.fromkeys(join(name, one.param_name) for one in (owner, *tied) for name in names.get(id(one.module), ()))
-    )
+    return list(dict.fromkeys(join(name, info.param_name) for info in infos for name in names.get(id(info.module), ())))

@@ -1,4 +1,4 @@
-"""The process group of exactly the ranks that share a model. Local, and known before its weights have memory."""
+"""Finds the process group of exactly the ranks that share a model. Local; its weights need no memory yet."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from shardow.sharding.slots import slots
 from shardow.sharding.zero3 import is_partitioned
 
 
-def group_of_model(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """``given``, or the group that the model's shards and replicas tell of; None: this process alone."""
+def group_of_model(model: nn.Module, user_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns ``user_group``, or the group that the model's shards and replicas name; None: this process alone."""
     # Unsharded copies, which a forward without backward leaves in place, have no mesh.
     reshard(modules_of(model))
-    return group_of_tensors(model, [slot.recorded for slot in slots(model)], given, Fsdp1Adapter(model))
+    return group_of_tensors(model, [slot.recorded for slot in slots(model)], user_group, Fsdp1Adapter(model))
 
 
 def group_of_tensors(
-    model: nn.Module, tensors: Sequence[torch.Tensor], given: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter
+    model: nn.Module, tensors: Sequence[torch.Tensor], user_group: dist.ProcessGroup | None, fsdp1: Fsdp1Adapter
 ) -> dist.ProcessGroup | None:
-    """The same of a model whose tensors are known."""
+    """Returns the same of a model whose tensors are known."""
     groups = fsdp1.groups()
     groups += [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
     groups += [tensor.ds_process_group for tensor in tensors if is_partitioned(tensor)]  # type: ignore[attr-defined]
-    return choose_group(groups, meshes_of(tensors), given)
+    return choose_group(groups, meshes_of(tensors), user_group)
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
@@ -40,18 +40,18 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
 
 
 def choose_group(
-    groups: Iterable[dist.ProcessGroup], meshes: Iterable[DeviceMesh], given: dist.ProcessGroup | None
+    groups: Iterable[dist.ProcessGroup], meshes: Iterable[DeviceMesh], user_group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """``given``, or a group of all ranks of ``groups`` and ``meshes``. Raises where there is none."""
+    """Returns ``user_group``, or a group of all ranks of ``groups`` and ``meshes``. Raises where there is none."""
     groups, meshes = [*dict.fromkeys(groups)], list(meshes)
     ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
     ranks |= {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
-    if given is not None:
-        instance("group", given, dist.ProcessGroup)
-        outside = ranks - set(dist.get_process_group_ranks(given))
+    if user_group is not None:
+        instance("group", user_group, dist.ProcessGroup)
+        outside = ranks - set(dist.get_process_group_ranks(user_group))
         if outside:
             raise invalid(f"the model is shared by ranks {sorted(ranks)}; group= lacks {sorted(outside)} of them")
-        return given
+        return user_group
     if len(ranks) < 2:
         return None
     if ranks == set(range(dist.get_world_size())):

@@ -1,4 +1,4 @@
-"""LocalTensor: one parameter or buffer of a model as this rank holds it; Adapter: who finds them."""
+"""Defines LocalTensor, a parameter or buffer of a model as this rank holds it, and Adapter, which finds hidden ones."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def replicas_in(group: dist.ProcessGroup | None) -> Replicas:
 
 
 def replicas_by_parameter(model: nn.Module, group: dist.ProcessGroup | None) -> dict[int, Replicas]:
-    """Returns the replicas of whole parameters by their ids: ``group``, or of what is in a DDP module, its ranks. Only
-    parameters are replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own: dividing
-    them, or handing out another's, would mix ranks."""
+    """Returns the replicas of whole parameters by their ids: those of ``group``, or in a DDP module those of its group.
+    Only parameters have replicas. Buffers differ between DDP's ranks, since batch statistics are each rank's own:
+    dividing them, or handing out another rank's, would mix ranks."""
     known = dict.fromkeys(map(id, model.parameters()), replicas_in(group))
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -48,10 +48,10 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 @dataclass(eq=False, slots=True)
 class LocalTensor:
     """``tensor`` has region.size elements, in the region's order, without grad, and shares the model's memory; it may
-    be strided, and where find() says so odd. Other names of the same tensor are ``aliases``. ``sharded`` is False for a
-    tensor that every rank holds whole without any group saying so: a plain parameter beside sharded ones. ``shown``:
-    what has the gradient, a slot's tensor or a parameter that is shown instead, whose elements ``within`` these are;
-    ``hidden``: where it lies now, of what no slot shows."""
+    be strided, and odd where find() allows that. Other names of the same tensor are ``aliases``. ``sharded`` is False
+    for a tensor that every rank holds whole though no group says so: a plain parameter beside sharded ones. ``shown``
+    has the gradient: a slot's tensor, or a parameter that is shown instead, whose elements ``within`` these are.
+    ``hidden`` returns the current memory of a tensor that no slot shows."""
 
     name: str
     tensor: torch.Tensor
@@ -68,32 +68,31 @@ class LocalTensor:
         return bool(self.shown.requires_grad)
 
     def memory(self) -> torch.Tensor:
-        """Returns where it lies now."""
+        """Returns the tensor in the memory that it has now."""
         return memory_of(self.shown) if self.hidden is None else self.hidden()
 
     def is_in_order(self) -> bool:
-        """Returns whether the memory is the elements, one after another."""
+        """Returns whether the memory holds the elements one after another."""
         return self.tensor.is_contiguous() and not self.tensor.is_neg()
 
     def flat(self) -> torch.Tensor:
-        """The elements in order, 1-D: the tensor's own memory, or a copy where they don't lie so."""
+        """Returns the elements in order, 1-D: the tensor's own memory, or a copy where it has another order."""
         return self.tensor.resolve_conj().resolve_neg().reshape(-1)
 
     def put(self, flat: torch.Tensor) -> None:
-        """Writes what flat() gave, and was changed since, into the model where it was a copy."""
+        """Writes the result of flat(), changed since, into the model where it was a copy."""
         if (flat.numel() and flat.data_ptr() != self.tensor.data_ptr()) or not self.tensor.is_contiguous():
             self.tensor.copy_(flat.view(self.tensor.shape))
 
     def counts_on(self, rank: int) -> bool:
-        """True where files take it from this rank. Of whole tensors that no group shares, each rank's its own (batch
-        statistics), they take rank 0's."""
+        """Returns whether files take the tensor from this rank. Of whole tensors that no group shares, which are each
+        rank's own (batch statistics), they take rank 0's."""
         return self.sharded or bool(self.replicas) or rank == 0
 
 
 class Adapter:
-    """One way to keep parameters where no slot shows them. A class, so that a new one is beside the others, and nothing
-    else asks how a model keeps its weights. ``hidden``: the local tensors; ``owned``: ids of the parameters that are
-    shown instead."""
+    """Base class of what finds parameters that a wrapper keeps where no slot shows them; no other code depends on how a
+    model keeps its weights. ``hidden``: the local tensors; ``owned``: ids of the parameters that are shown instead."""
 
     hidden: Sequence[LocalTensor] = ()
     owned: Set[int] = frozenset()
@@ -107,12 +106,12 @@ class Adapter:
         return ()
 
     def in_place(self) -> bool:
-        """Returns whether the weights are where the wrapper goes back to."""
+        """Returns whether the weights are in the memory that the wrapper returns to."""
         return True
 
     def reshard(self, refuse_written: bool = False) -> None:
         """Frees every unsharded copy of the weights, whose next use would show old values. ``refuse_written``: raises
-        where a copy was written, which has not reached the weights yet. Local.
+        where a copy was written whose values have not reached the weights yet. Local.
         """
 
     def written(self) -> None:
@@ -120,7 +119,7 @@ class Adapter:
 
 
 def oddity(tensor: torch.Tensor) -> str | None:
-    """Why a tensor's elements can't be read in memory of its own; None: they can."""
+    """Returns why a tensor's elements can't be read in its own memory; None: they can."""
     if tensor.is_nested:
         return "is nested"
     if tensor.layout is not torch.strided:
@@ -138,15 +137,15 @@ def refuse_odd(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_all_odd(locals_: Iterable[LocalTensor]) -> None:
-    for one in locals_:
-        refuse_odd(one.name, one.tensor)
+    for local in locals_:
+        refuse_odd(local.name, local.tensor)
 
 
 def refuse_unaverageable(local: LocalTensor) -> None:
-    """Averages follow memory of which every element is one weight's: strided, but not expanded."""
+    """Raises where no average can follow the memory: strides are fine, but no two weights may share an element."""
     if odd := oddity(local.tensor):
-        way_out = "leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer"
-        raise unsupported(f"'{local.name}' {odd}, and can't be averaged; {way_out}")
+        hint = "leave it out: params= takes a predicate of (name, parameter), buffers='copy' averages no buffer"
+        raise unsupported(f"'{local.name}' {odd}, and can't be averaged; {hint}")
     refuse_expanded(local.name, local.tensor)
 
 
@@ -160,6 +159,6 @@ def refuse_expanded(name: str, tensor: torch.Tensor) -> None:
     ):
         if stride < reach and tensor.numel():
             why = f"has strides {tensor.stride()}: some of its elements share memory"
-            way_out = "give it memory of its own first: p.data = p.data.contiguous()"
-            raise unsupported(f"'{name}' of shape {tuple(tensor.shape)} {why}; {way_out}")
+            hint = "give it memory of its own first: p.data = p.data.contiguous()"
+            raise unsupported(f"'{name}' of shape {tuple(tensor.shape)} {why}; {hint}")
         reach = stride * (size - 1) + reach

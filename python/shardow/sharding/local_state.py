@@ -1,4 +1,4 @@
-"""What a rank holds of a module or of a mapping, as the file engine takes it: one LocalShard per tensor."""
+"""Collects a rank's part of a module or of a mapping as the file engine takes it: one LocalShard per tensor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from shardow.sharding.partial_tensor import PartialTensor
 from shardow.sharding.view import ModelView, find
 
 Saveable = nn.Module | Mapping[str, Any]  # of tensors, and plain values
-VALUES = "shardow.values"  # of a header: a mapping's plain values in JSON
+VALUES = "shardow.values"  # a header's key, for a mapping's plain values in JSON
 
 
 @dataclass
 class LocalState:
-    """``parts`` are contiguous memory: the tensors' own, or a copy where theirs is not, which ``copied`` tells how to
-    put back. ``names`` are all names of each part."""
+    """``parts`` are contiguous memory: the tensors' own, or copies where that is not contiguous. ``copied`` lists
+    (tensor, copy) for put_back(). ``names`` are all names of each part."""
 
     parts: list[LocalShard]
     names: dict[str, tuple[str, ...]]
@@ -40,10 +40,10 @@ class LocalState:
     values: dict[str, Any] = field(default_factory=dict)  # a mapping's plain values
     filled: dict[str, Any] = field(default_factory=dict)  # those of both that put_back() sets
     mapping: MutableMapping[str, Any] | None = None
-    others: Collection[str] = ()  # names of what is here too: no part is asked for, and none is unexpected
+    others: Collection[str] = ()  # further names of the target: a source may have or lack them
 
     def memory(self) -> list[torch.Tensor]:
-        """Where the tensors lie, not their copies."""
+        """Returns the memory of the parts and of the tensors that some of them are copies of."""
         return [*(part.flat for part in self.parts), *(tensor for tensor, _ in self.copied)]
 
     def put_back(self) -> None:
@@ -57,7 +57,7 @@ class LocalState:
 
 
 def group_of(state: Saveable, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that share a module, or a mapping's tensors: all, where one of them is a part of something."""
+    """Returns the ranks that share a module, or a mapping's tensors: all ranks where one of these is sharded."""
     if isinstance(state, nn.Module):
         return group_of_model(state, group)
     shared = isinstance(state, Mapping) and any(map(_is_shared, state.values()))
@@ -65,8 +65,8 @@ def group_of(state: Saveable, group: dist.ProcessGroup | None) -> dist.ProcessGr
 
 
 def held_by(state: Saveable, group: dist.ProcessGroup | None, saving: bool) -> LocalState:
-    """``group``: of a mapping, what group_of() says. ``saving``: of whole tensors that no group shares, only rank 0's
-    count.
+    """Returns this rank's part of ``state``. ``group``: for a mapping, the result of group_of(). ``saving``: of whole
+    tensors that no group shares, only rank 0's count.
     """
     if isinstance(state, nn.Module):
         return _of_module(state, group, saving)
@@ -76,7 +76,7 @@ def held_by(state: Saveable, group: dist.ProcessGroup | None, saving: bool) -> L
 
 
 def values_for_file(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the metadata that has plain values."""
+    """Returns a header's metadata that has the plain ``values``."""
     return {VALUES: json.dumps(plain.encode(dict(values), "a value"), allow_nan=False)} if values else {}
 
 
@@ -90,9 +90,9 @@ def _of_module(model: nn.Module, group: dist.ProcessGroup | None, saving: bool) 
     view = find(model, group=group)
     view.reshard(refuse_written=True)
     rank = 0 if view.process_group is None else dist.get_rank(view.process_group)
-    found = [one for one in [*view.parameters, *view.buffers] if not saving or one.counts_on(rank)]
-    held = LocalState([], {one.name: (one.name, *one.aliases) for one in found}, view.process_group, view)
-    held.parts = [LocalShard(one.name, flat_of(one.tensor, held.copied), one.region) for one in found]
+    tensors = [local for local in [*view.parameters, *view.buffers] if not saving or local.counts_on(rank)]
+    held = LocalState([], {local.name: (local.name, *local.aliases) for local in tensors}, view.process_group, view)
+    held.parts = [LocalShard(local.name, flat_of(local.tensor, held.copied), local.region) for local in tensors]
     held.extra = extra_states(model)
     return held
 
@@ -106,7 +106,7 @@ def _of_mapping(state: Mapping[str, Any], group: dist.ProcessGroup | None, savin
             held.extra[name] = tensor
             continue
         if not isinstance(tensor, torch.Tensor):
-            plain.encode(tensor, f"'{name}'")  # raises for what no file takes
+            plain.encode(tensor, f"'{name}'")  # raises for values that no file takes
             held.values[name] = tensor
             continue
         if _is_shared(tensor) or first or not saving:
@@ -134,7 +134,7 @@ def _part(name: str, tensor: Any, copied: list[tuple[torch.Tensor, torch.Tensor]
 
 
 def flat_of(local: torch.Tensor, copied: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The elements one after another: the tensor's own memory, or a copy that is noted."""
+    """Returns the elements one after another: the tensor's own memory, or a copy, which is added to ``copied``."""
     flat = local.resolve_conj().resolve_neg().contiguous().view(-1)
     if not local.is_contiguous() or local.is_conj() or local.is_neg():
         copied.append((local, flat))

@@ -1,5 +1,5 @@
-"""Float32 masters that DeepSpeed's optimizers keep of a model's parameters. From them each step makes the weights anew:
-who fills weights alone has filled nothing. Nothing is imported: parameters bear DeepSpeed's marks."""
+"""Fills the master weights in float32 that DeepSpeed's optimizers keep. Each step makes the weights anew from them:
+filling the weights alone has no effect. DeepSpeed is not imported: parameters bear its marks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardow.sharding.zero3 import begin_of, is_partitioned
 
 
 def master_of(parameter: Any) -> tuple[torch.Tensor, int] | None:
-    """This rank's stretch of a parameter's master and the number of its first element; None where nobody marked one:
-    nobody trains it, or each rank has all of it."""
+    """Returns this rank's range of a parameter's master and the number of its first element; None where DeepSpeed
+    marked no master: the parameter is not trained, or each rank has all of its master."""
     if is_partitioned(parameter):
         optimizer = getattr(parameter, "_z3_optimizer", None)
         if optimizer is None or not parameter.requires_grad:
@@ -26,14 +26,14 @@ def master_of(parameter: Any) -> tuple[torch.Tensor, int] | None:
     if not hasattr(parameter, "_hp_mapping"):
         return None
     link = parameter._hp_mapping
-    if link is None:  # others have all of it
+    if link is None:  # other ranks have all of it
         return torch.empty(0, device=parameter.device), 0
     return link.hp_fragment.detach(), link.lp_fragment_address.start
 
 
 def fill_masters_too(held: LocalState) -> None:
-    """What fills ``held`` fills the masters: ZeRO-3's first, and from them the weights; others from the weights. Raises
-    where it can't.
+    """Changes ``held`` so that filling it fills the masters: ZeRO-3's first, and the weights from them; other masters
+    from the weights. Raises where that is impossible.
     """
     if held.view is None:
         return
@@ -42,14 +42,14 @@ def fill_masters_too(held: LocalState) -> None:
         if (parameter := parameters.get(part.name)) is None:
             continue
         if getattr(getattr(parameter, "_z3_optimizer", None), "swap_optimizer", False):
-            way_out = "load before deepspeed.initialize(), or offload to 'cpu'"
+            hint = "load before deepspeed.initialize(), or offload to 'cpu'"
             raise unsupported(
                 f"'{part.name}' has its master on NVMe, from which the next step would bring back the old weights: "
-                f"{way_out}"
+                f"{hint}"
             )
-        if (found := master_of(parameter)) is None or not found[0].numel():
+        if (fragment := master_of(parameter)) is None or not fragment[0].numel():
             continue
-        master, first = found
+        master, first = fragment
         if is_partitioned(parameter):
             held.parts[number] = part._replace(flat=master)
             held.copied.append((part.flat, master))
@@ -60,7 +60,7 @@ def fill_masters_too(held: LocalState) -> None:
 
 
 def _refuse_unlike(name: str, weights: torch.Tensor, master: torch.Tensor) -> None:
-    """Under round_robin_gradients DeepSpeed marks parameters with masters of others."""
+    """Raises where the two differ: under round_robin_gradients DeepSpeed marks parameters with masters of others."""
     if not torch.equal(weights.view(torch.uint8), master.to(weights.device, weights.dtype).view(torch.uint8)):
         why = "the weights were written since, or round_robin_gradients mixes masters up"
         raise unsupported(f"'{name}' differs from its optimizer's master: {why}; load before deepspeed.initialize()")

@@ -1,6 +1,6 @@
-"""Compares a state with what it is for: which tensor there is which here, what is missing, unexpected or of another
-form; the one way to compare, and to say what does not fit. A tensor is looked for by its own name, then by a tied
-tensor's other names, then by names without what wrappers, DDP and PEFT put into them.
+"""Compares a source, a state to load for example, with its target: which tensor of one is which of the other, what is
+missing, unexpected or of another form. Everything that compares states and words the differences uses it. A tensor is
+matched by its own name, then by a tied tensor's other names, then by names without what wrappers, DDP and PEFT insert.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardow.sharding.names import clean_file_key, without_adapter
 T = TypeVar("T")
 _BLOCK = 1 << 20  # elements that are compared at a time
 
-#: Ends the message where parts of tensors are other parts than this rank's.
+#: Ends the message where the source has other parts of tensors than this rank's.
 RESHARDS = (
     "A state_dict() is one rank's part: load it through torch.distributed.checkpoint or shardow's files, which "
     "reshard, or pass full tensors, those of full_state_dict() for example"
@@ -41,9 +41,9 @@ class Form(NamedTuple):
 
 @dataclass
 class Fit(Generic[T]):
-    """A comparison. ``keys``: {name here: key there}; ``missing``: names that are only here; ``unexpected``: keys that
-    are only there; ``different``: (name, its form here, its form there); ``elsewhere``: names of which the other side
-    has another part.
+    """A comparison. ``keys``: {name in the target: key in the source}; ``missing``: names in the target alone;
+    ``unexpected``: keys in the source alone; ``different``: (name, its form in the target, its form in the source);
+    ``elsewhere``: names of which the source has another part.
     """
 
     keys: dict[str, str]
@@ -52,11 +52,11 @@ class Fit(Generic[T]):
     different: list[tuple[str, T, T]]
     elsewhere: list[str] = field(default_factory=list)
 
-    def text(self, where: str, here: str = "here") -> str:
-        """Returns what does not fit: the first tensors of each kind and how many more; "" where all fits. ``where``,
-        ``here``: what the two sides are called.
+    def text(self, where: str, target: str = "here") -> str:
+        """Describes what does not fit: the first tensors of each kind and how many more; "" where all fits. ``where``
+        and ``target`` are texts for the source and the target.
         """
-        texts = [f"'{name}' {_difference(a, b, where, here)}" for name, a, b in self.different[:SHOWN]]
+        texts = [f"'{name}' {_difference(a, b, where, target)}" for name, a, b in self.different[:SHOWN]]
         if more := len(self.different) - len(texts):
             texts.append(f"{more} more differ")
         for kind, names in (
@@ -66,20 +66,20 @@ class Fit(Generic[T]):
         return "; ".join(texts)
 
     def refuse(
-        self, what: str, where: str, also: type[Exception] | None = None, *, here: str = "here",
+        self, what: str, where: str, also: type[Exception] | None = None, *, target: str = "here",
         done: str = "nothing was loaded", hint: str = "",
     ) -> None:  # fmt: skip
-        """Raises ValueError, that is also an ``also``, where something does not fit. ``what``: the call, or "";
-        ``done``: what came of it; ``hint``: what to do.
+        """Raises a ValueError that is also an ``also`` where something does not fit. ``what``: the call, or "";
+        ``done``: its outcome; ``hint``: advice.
         """
-        if text := self.text(where, here):
+        if text := self.text(where, target):
             hint = RESHARDS if self.elsewhere else hint
             raise invalid(
                 f"{what}{': ' if what else ''}{where} does not fit, {done}: {text}{'. ' if hint else ''}{hint}", also
             )
 
     def joined(self, others: Iterable[Fit[T]]) -> Fit[T]:
-        """Returns this one with what others of the same names lack, each name once."""
+        """Returns this comparison joined with others of the same names; each finding comes once."""
         missing, unexpected, different = dict.fromkeys(self.missing), dict.fromkeys(self.unexpected), self.different[:]
         elsewhere = dict.fromkeys(self.elsewhere)
         for other in others:
@@ -94,16 +94,16 @@ class Fit(Generic[T]):
         return replace(self, missing=[], unexpected=[])
 
 
-def _difference(ours: object, theirs: object, where: str, here: str) -> str:
-    if isinstance(ours, Form) and isinstance(theirs, Form) and ours.shape == theirs.shape:
-        cast = "" if theirs.dtype.is_floating_point == ours.dtype.is_floating_point else ", and only floating numbers"
-        return f"is {theirs.dtype} in {where} and {ours.dtype} {here}{cast and cast + ' are cast'}"
-    shapes = [_shape(form) for form in (theirs, ours)]
-    if theirs is None or ours is None:
-        return f"is no tensor in {where}" if theirs is None else f"is no tensor {here}"
+def _difference(form: object, other: object, where: str, target: str) -> str:
+    if isinstance(form, Form) and isinstance(other, Form) and form.shape == other.shape:
+        cast = "" if other.dtype.is_floating_point == form.dtype.is_floating_point else ", and only floating numbers"
+        return f"is {other.dtype} in {where} and {form.dtype} {target}{cast and cast + ' are cast'}"
+    shapes = [_shape(value) for value in (other, form)]
+    if other is None or form is None:
+        return f"is no tensor in {where}" if other is None else f"is no tensor {target}"
     if None not in shapes and shapes[0] != shapes[1]:
-        return f"has shape {shapes[0]} in {where} and {shapes[1]} {here}"
-    return f"is {theirs} in {where} and {ours} {here}"
+        return f"has shape {shapes[0]} in {where} and {shapes[1]} {target}"
+    return f"is {other} in {where} and {form} {target}"
 
 
 def _shape(form: object) -> list[int] | None:
@@ -112,20 +112,20 @@ def _shape(form: object) -> list[int] | None:
     return list(shape) if isinstance(shape, Sequence) else None
 
 
-def compare(here: Mapping[str, T], there: Mapping[str, T]) -> Fit[T]:
-    """Compares tensors of the same names. A form is whatever must be equal: a shape, a region."""
-    keys = {name: name for name in here if name in there}
-    different = [(name, here[name], there[name]) for name in keys if not _same(here[name], there[name])]
-    missing, unexpected = [name for name in here if name not in there], [name for name in there if name not in here]
-    return Fit(keys, missing, unexpected, different)
+def compare(target: Mapping[str, T], source: Mapping[str, T]) -> Fit[T]:
+    """Compares tensors of the same names. A form is any value that must be equal: a shape, a region."""
+    keys = {name: name for name in target if name in source}
+    different = [(name, target[name], source[name]) for name in keys if not _same(target[name], source[name])]
+    missing = [name for name in target if name not in source]
+    return Fit(keys, missing, [name for name in source if name not in target], different)
 
 
 def fit(held: LocalState, state: Mapping[str, object], where: str) -> Fit[Form | None]:
-    """Compares tensors of names as matched() finds them; None is the form of what is no tensor."""
+    """Compares tensors by the names that matched() pairs; values that are no tensors have the form None."""
     keys = matched(held, state, where)
-    here = {part.name: Form(tuple(part.region.shape), part.flat.dtype) for part in held.parts}
-    found = compare(here, {name: _form_of(state[key]) for name, key in keys.items()})
-    return replace(found, keys=keys, unexpected=unexpected(held, keys, state))
+    forms = {part.name: Form(tuple(part.region.shape), part.flat.dtype) for part in held.parts}
+    compared = compare(forms, {name: _form_of(state[key]) for name, key in keys.items()})
+    return replace(compared, keys=keys, unexpected=unexpected(held, keys, state))
 
 
 def _form_of(value: object) -> Form | None:
@@ -134,28 +134,29 @@ def _form_of(value: object) -> Form | None:
     return Form(tuple(value.size()), value.dtype) if isinstance(value, torch.Tensor) else None
 
 
-def _same(here: object, there: object) -> bool:
-    return here.takes(there) if isinstance(here, Form) else here == there
+def _same(form: object, other: object) -> bool:
+    return form.takes(other) if isinstance(form, Form) else form == other
 
 
 def matched(held: LocalState, available: Collection[str], where: str = "the file") -> dict[str, str]:
-    """{name here: key there}, of those that have a counterpart. Raises where there are several, here or there."""
-    there = set(available)
+    """Returns {name: key} of the names with a key among ``available``. Raises where a name could have several keys, or
+    a key several names."""
+    keys = set(available)
     own = {name for names in held.names.values() for name in names}
     cleaned: dict[str, list[str]] = defaultdict(list)
-    for key in sorted(there - own):  # what is called as something here is nothing else
+    for key in sorted(keys - own):  # a key that is itself one of the names matches no other
         cleaned[clean_file_key(key)].append(key)
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in dict.fromkeys(part.name for part in held.parts):
         names = held.names[name]
-        chosen = next((alias for alias in names if alias in there), None) or _alike(name, names, cleaned, where)
+        chosen = next((alias for alias in names if alias in keys), None) or _alike(name, names, cleaned, where)
         if chosen is None:
             continue
         if chosen in taken:
             raise invalid(f"'{chosen}' in {where} could be '{taken[chosen]}' or '{name}' here; rename it there")
-        found[name], taken[chosen] = chosen, name
-    return found
+        pairs[name], taken[chosen] = chosen, name
+    return pairs
 
 
 def _alike(name: str, names: Collection[str], cleaned: Mapping[str, list[str]], where: str) -> str | None:
@@ -167,14 +168,14 @@ def _alike(name: str, names: Collection[str], cleaned: Mapping[str, list[str]], 
 
 
 def unexpected(held: LocalState, keys: Mapping[str, str], available: Collection[str]) -> list[str]:
-    """Returns what is there and not here. A tied tensor may be there under all its names."""
+    """Returns the keys of no tensor in ``held``. A tied tensor may be ``available`` under all its names."""
     known = doubles(held, keys, available).keys() | keys.values()
     others = set(map(clean_file_key, held.others))
     return [key for key in available if key not in known and clean_file_key(key) not in others]
 
 
 def doubles(held: LocalState, keys: Mapping[str, str], available: Collection[str]) -> dict[str, str]:
-    """Returns {key there: name here} of further names of tied tensors, of which ``keys`` has one each."""
+    """Returns {key: name} of further keys of tied tensors, of which ``keys`` has one each."""
     taken = set(keys.values())
     forms = {key: clean_file_key(key) for key in available if key not in taken}
     used = set(map(clean_file_key, taken if forms else ()))

@@ -1,6 +1,6 @@
-"""Names without wrappers: what the unwrapped model calls its modules and parameters. Which components to drop is
-decided by the wrapper modules themselves, since a user's own submodule may be called ``module``. Only where there are
-no modules to ask, for keys in files, the known prefixes go by their spelling."""
+"""Gives modules and parameters the names that they have in the unwrapped model. The wrapper modules decide which
+components are dropped, since a user's own submodule may be called ``module``. Only for keys in files, which come
+without modules, known components are dropped by their spelling."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardow.base.checks import invalid, unsupported
 
-#: (class name of a wrapper, the child that it wraps). Class names: importing all the classes would cost a second and
-#: tie us to their private homes.
+#: {class name of a wrapper: the child that it wraps}. Importing the classes themselves would cost a second, and would
+#: depend on their private modules.
 _WRAPPERS = {
     "DataParallel": "module",
     "DeepSpeedEngine": "module",
@@ -36,19 +36,19 @@ _MAGNITUDE = re.compile(r"(\blora_magnitude_vector)\.weight$")
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """The name of the child that ``module`` is only a wrapper of; None for an ordinary module."""
+    """Returns the name of the child that ``module`` only wraps; None for an ordinary module."""
     cls: Any = type(module)
     return next((child for child in _children_of(cls) if child in module._modules), None)
 
 
 @functools.lru_cache(1024)
 def _children_of(cls: Any) -> tuple[str, ...]:
-    """What modules of a class may be only wrappers of."""
+    """Returns the names of children that modules of a class may only wrap."""
     return tuple(_WRAPPERS[base.__name__] for base in cls.__mro__ if base.__name__ in _WRAPPERS)
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, what it is only a wrapper of, and so on: the last one is nobody's wrapper."""
+    """Yields the model, the module that it only wraps, and so on: the last module is no wrapper."""
     yield model
     while (child := wrapped_child(model)) is not None:
         model = model._modules[child]  # type: ignore[assignment]
@@ -60,8 +60,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(clean name, module) for every module of the tree, wrappers included under the name of what they wrap. Tied
-    modules come under every name."""
+    """Yields (clean name, module) for every module of the tree, wrappers under the name of the module that they wrap.
+    Tied modules come under every name."""
     yield prefix, module
     wrapped = wrapped_child(module)
     for name, child in module._modules.items():
@@ -74,14 +74,14 @@ def join(prefix: str, name: str) -> str:
 
 
 def without_wrappers(key: str) -> str:
-    """A file's key without the components that no user's own submodule is called."""
+    """Returns a file's key without wrappers' components but ``module``, as a user's own submodule may be called."""
     return ".".join(part for part in key.split(".") if part == "module" or part not in _WRAPPERS.values())
 
 
 def clean_file_key(key: str) -> str:
-    """A file's key without what wrappers, DDP and PEFT put into it anywhere, and without PEFT's ``base_model.model.``
-    before it. It knows spellings only, and takes a user's own ``module`` for DDP's: to match a model, clean the model's
-    names with it too, and compare the results."""
+    """Returns a file's key without the components that wrappers, DDP and PEFT insert, and without PEFT's leading
+    ``base_model.model.``. It knows spellings only, and takes a user's own ``module`` for DDP's: to match a model, clean
+    the model's names with it too, and compare the results."""
     parts = key.split(".")
     if "parametrizations" in parts and parts[-1] == "original":
         parts.pop()
@@ -92,7 +92,7 @@ def clean_file_key(key: str) -> str:
 
 
 def without_adapter(name: str) -> str:
-    """A LoRA weight's name as PEFT writes it into an adapter's file: ``lora_A.weight`` for the
+    """Returns a LoRA weight's name as PEFT writes it into an adapter's file: ``lora_A.weight`` for the
     ``lora_A.default.weight`` of a model. Other names stay as they are."""
     return _MAGNITUDE.sub(r"\1", _LORA.sub(r"\1", name))
 
@@ -109,8 +109,8 @@ def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def called(root: nn.Module) -> Callable[[str], str]:
-    """The function from a clean name (shardow.sharding.names) to the name in ``root.named_parameters()``; for parts of
-    flat ones too.
+    """Returns the function from a clean name (shardow.sharding.names) to the name in ``root.named_parameters()``, for
+    parts of flat parameters too.
     """
     pairs = zip(walk(root), nn.Module.named_modules(root, remove_duplicate=False), strict=True)
     # The innermost of a module and its wrappers comes last, and is kept.
@@ -124,7 +124,7 @@ def called(root: nn.Module) -> Callable[[str], str]:
 
 
 def model_and_root(averaged: object) -> tuple[nn.Module, nn.Module]:
-    """(what is averaged, what names it), of a module or of an object with ``.module``, which names them then."""
+    """Returns (averaged module, module that names it) of a module, or of an object whose ``.module`` is both."""
     module = getattr(averaged, "module", None)
     if not isinstance(averaged, nn.Module):
         if isinstance(module, nn.Module):

@@ -1,4 +1,4 @@
-"""Where a parameter came from: its module and name, which outlive it when sharding puts another object in its place."""
+"""Records the module and key of each parameter, which outlive it when sharding puts another object in its place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def remember(module: nn.Module, key: str) -> None:
-    """That the parameter which is there now is there."""
+    """Records that the module's current parameter ``key`` is in this place."""
     _origins[module._parameters[key]] = (weakref.ref(module), key)
 
 
@@ -34,8 +34,8 @@ def remember_all(model: nn.Module) -> None:
 
 
 def forget_swapped(model: nn.Module) -> None:
-    """Called before its parameters may get other memory, here or in model.to(). DTensors stay the same objects then,
-    found in the model itself, and torch refuses to swap what is weakly referenced."""
+    """Forgets the parameters that torch will swap, before they get other memory, here or in model.to(): torch refuses
+    to swap weakly referenced ones. DTensors stay the same objects then, and are found in the model itself."""
     always = torch.__future__.get_swap_module_params_on_conversion()
     for slot in slots(model, "parameter"):
         if always or is_traceable_wrapper_subclass(slot.recorded):
@@ -43,47 +43,47 @@ def forget_swapped(model: nn.Module) -> None:
 
 
 Places = list[tuple[nn.Module, str]]
-Bindings = list[Places]  # by parameter group, where each of its parameters is
+Bindings = list[Places]  # by parameter group, the place of each of its parameters
 
 
 def bindings(optimizer: torch.optim.Optimizer, model: nn.Module) -> Bindings:
-    """Where the optimizer's parameters are in the model, though other objects may be there now. Raises, before anything
-    has changed, for one that is nowhere."""
+    """Returns the places of the optimizer's parameters in the model, though other objects may be in these now. Raises,
+    before anything has changed, for a parameter that has no place."""
     instance("optimizer", optimizer, torch.optim.Optimizer)
-    found: Bindings = []
-    there = {id(slot.recorded): (slot.module, slot.key) for slot in slots(model, "parameter")}
-    modules = {**dict(model.named_modules()), **dict(walk(model))}  # as they are called now, and without wrappers
+    groups: Bindings = []
+    current = {id(slot.recorded): (slot.module, slot.key) for slot in slots(model, "parameter")}
+    modules = {**dict(model.named_modules()), **dict(walk(model))}  # by their names now, and by those without wrappers
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [""] * len(group["params"])
-        found.append([])
+        groups.append([])
         for i, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
             reference, key = _origins.get(parameter, (lambda: None, ""))
             path, _, named_key = name.rpartition(".")
-            place = there.get(id(parameter)) or _place(reference(), key) or _place(modules.get(path), named_key)
+            place = current.get(id(parameter)) or _place(reference(), key) or _place(modules.get(path), named_key)
             if place is None:
                 lost = (
                     f"parameter {i} of shape {tuple(parameter.shape)} is not in the model, and it is not known where "
                     "it was"
                 )
-                way_out = "build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
-                raise invalid(f"optimizer group {number}: {lost}; {way_out}")
-            found[-1].append(place)
-    return found
+                hint = "build the model under shardow.meta_init(), or give the optimizer model.named_parameters()"
+                raise invalid(f"optimizer group {number}: {lost}; {hint}")
+            groups[-1].append(place)
+    return groups
 
 
 def bind(optimizer: torch.optim.Optimizer, places: Bindings) -> None:
-    """Puts the model's parameters into the groups; state goes with its parameter, and is sharded as it is."""
+    """Puts the model's parameters into the groups; state goes with its parameter, and is sharded like it."""
     groups = [[module._parameters[key] for module, key in where] for where in places]
     before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     pairs = zip(before, itertools.chain(*groups), strict=True)
     moved = [(old, new) for old, new in pairs if new is not None and old is not new and old in optimizer.state]
-    # Makes what there may be no memory for before anything changes.
+    # Makes the states, for which memory may lack, before anything changes.
     states = [state_for(new, optimizer.state[old]) for old, new in moved]
     for (old, new), state in zip(moved, states, strict=True):
         del optimizer.state[old]
         optimizer.state[new] = state
-    for group, now in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = now
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
 
 
 def state_for(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def state_for(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharded_as(param: torch.Tensor, value: Any) -> Any:
-    """This rank's part of a state tensor (a momentum) of the whole parameter; everything else as it is."""
+    """Returns this rank's part of a state tensor (a momentum) of the whole parameter; other values as they are."""
     if (
         not isinstance(param, DTensor)
         or not isinstance(value, torch.Tensor)
@@ -99,7 +99,7 @@ def _sharded_as(param: torch.Tensor, value: Any) -> Any:
         or value.shape != param.shape
     ):
         return value
-    if not value.ndim:  # a step, of a parameter that is a number as well
+    if not value.ndim:  # a step, even where the parameter is a scalar too
         return value
     local = torch.empty_like(param._local_tensor, dtype=value.dtype)
     flat = torch.empty(local.numel(), dtype=value.dtype, device=value.device)

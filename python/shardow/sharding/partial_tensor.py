@@ -1,11 +1,11 @@
-"""PartialTensor: a region of a global tensor that torch.distributed.checkpoint saves and loads as it is, at any world
+"""Defines PartialTensor, a region of a global tensor, which torch.distributed.checkpoint saves, and loads at any world
 size.
 
 A DTensor cannot be this: torch takes its offsets from a helper that is wrong for uneven TP + FSDP2, and flat ranges
 (FSDP1, a replica's part) have no placement. A region's boxes are chunks.
 
-It is a tensor without storage of its own, as DTensor is: torch's stagers then copy its attributes, and not memory of
-the global shape, which is nowhere.
+It is a tensor without storage, as DTensor is: torch's stagers then copy its attributes, and not memory of the global
+shape, which does not exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardow import _core, errors
 from shardow.base.checks import unsupported, warn
 
 _aten = torch.ops.aten
-#: Operations whose result holds the same elements: what torch's stagers and checkpoints call.
+#: Operations whose result holds the same elements, which torch's stagers and checkpoints call.
 _COPIES = {
     _aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default, _aten.copy_.default,
     _aten.empty_like.default, _aten.zeros_like.default, _aten._pin_memory.default,
@@ -43,11 +43,11 @@ class PartialTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, local: torch.Tensor, region: _core.Region) -> PartialTensor:
-        piece: PartialTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: PartialTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(region.shape), dtype=local.dtype, device=local.device
         )
-        piece.local, piece.region = local, region
-        return piece
+        tensor.local, tensor.region = local, region
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

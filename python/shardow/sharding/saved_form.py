@@ -1,6 +1,6 @@
-"""The form in which transformers' save_pretrained() writes a model: its names, and its tensors where they are not the
-module's, as experts that the module has in one. Parts of the module's tensors become parts of the file's in the same
-memory, for loading and for saving.
+"""Derives the form in which transformers' save_pretrained() writes a model: its names, and its tensors where they are
+not the module's, such as experts that the module has in one tensor. Parts of the module's tensors become parts of the
+file's in the same memory, for loading and for saving.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shardow.sharding.view import ModelView
 
 
 class _Block(NamedTuple):
-    """A box of the file's tensor ``key`` that is a box of one of the module's. ``dims``: of each of the file's
-    dimensions, the module's; None where the box has one element.
+    """A box of the file's tensor ``key`` that is a box of one of the module's tensors. ``dims``: the module's dimension
+    for each of the file's; None where the box has one element.
     """
 
     key: str
@@ -37,7 +37,7 @@ class _Block(NamedTuple):
     dims: tuple[int | None, ...]
 
     def pieces(self, part: LocalShard, offsets: Sequence[int], sizes: Sequence[int], at: int) -> Iterator[LocalShard]:
-        """Yields what this box has of a box of ``part``, whose memory begins with element ``at``, run by run."""
+        """Yields the overlap of this box and a box of ``part``, whose memory begins with element ``at``, run by run."""
         axes = {dim: axis for axis, dim in enumerate(self.dims) if dim is not None}
         each = range(len(offsets))
         lengths = [self.sizes[axes[dim]] if dim in axes else 1 for dim in each]
@@ -59,8 +59,8 @@ class _Block(NamedTuple):
 
 
 class SavedForm(NamedTuple):
-    """``owners``: of each of the file's tensors, the module's of which it is made; ``refused``: those that are no boxes
-    of the module's.
+    """``owners``: {key in the file: names of the module's tensors of which it is made}; ``refused``: keys that are not
+    made of boxes of the module's tensors.
     """
 
     owners: dict[str, list[str]]
@@ -77,15 +77,15 @@ class SavedForm(NamedTuple):
         converted: list[LocalShard] = []
         for part in parts:
             for block in self.blocks[part.name]:
-                nothing = LocalShard(block.key, part.flat[:0], _core.Region.whole(block.shape).window(0, 0))
+                no_elements = LocalShard(block.key, part.flat[:0], _core.Region.whole(block.shape).window(0, 0))
                 pieces = [piece for box in part.region.boxes() for piece in block.pieces(part, *box)]
-                converted += pieces or [nothing]  # every rank names every tensor
+                converted += pieces or [no_elements]  # every rank names every tensor
         return converted
 
 
 def saved_form(view: ModelView | None) -> SavedForm | None:
-    """Returns None for other models than transformers', and for those that save_pretrained() writes as they are."""
-    loading: Any = sys.modules.get("transformers.core_model_loading")  # since version 5 beside every model
+    """Returns the form of a model of transformers; None for others, and where save_pretrained() changes nothing."""
+    loading: Any = sys.modules.get("transformers.core_model_loading")  # imported with every model since version 5
     if view is None or loading is None:
         return None
     model = unwrapped(view.model)
@@ -122,7 +122,7 @@ def _as_built(model: nn.Module) -> Any:
 
 
 class _Tracer(TorchDispatchMode):
-    """Leaves tensors on meta views of those that are ``named``, and notes which are joined, along which dimension."""
+    """Keeps results on meta views of the ``named`` tensors; records which are joined, along which dimension."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,7 +132,7 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
             return args[0]
-        if func is torch.ops.aten._unsafe_view.default:  # of what would have been copied
+        if func is torch.ops.aten._unsafe_view.default:  # a reshape that copies: no view of a named tensor
             return torch.empty(args[1], device="meta")
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.cat.default:
@@ -140,7 +140,7 @@ class _Tracer(TorchDispatchMode):
         return result
 
     def blocks(self, key: str, tensor: torch.Tensor) -> Iterator[tuple[str, _Block]]:
-        """Yields (name, block) of all that the file's ``key`` is made of. Raises LookupError where that is no boxes."""
+        """Yields (name, block) of each box that makes up the file's ``key``. Raises LookupError where no boxes do."""
         result, sources, along = self._joined.get(storage_key(tensor), (tensor, [tensor], 0))
         if (result.shape, result.stride()) != (tensor.shape, tensor.stride()):
             raise LookupError
@@ -153,8 +153,8 @@ class _Tracer(TorchDispatchMode):
 
 
 def _axes(box: torch.Tensor, whole: torch.Tensor) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Returns where in ``whole`` a view of it begins, and which dimension each of the view's is. Raises LookupError
-    where it is no box, or has its dimensions in another order.
+    """Returns the index in ``whole`` where its view ``box`` begins, and the dimension of ``whole`` for each of the
+    view's. Raises LookupError where the view is no box, or has its dimensions in another order.
     """
     start, rest, known = list[int](), int(box.storage_offset()), dict[int, int]()
     for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):

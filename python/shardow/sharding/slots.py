@@ -1,4 +1,4 @@
-"""Slots: every place where a model keeps a tensor; the one way to walk them."""
+"""Defines Slot, a place where a model keeps a tensor, and walks all slots; no other code does."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Kind = Literal["parameter", "buffer", "table"]  # a table is a buffer that is no
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Where a module keeps a tensor, under the tensor's clean name: ``owner[key]`` was ``recorded`` when it was found.
-    ``local``: what a ModelView found there; tied slots share it, under the first one's name."""
+    """The place where a module keeps a tensor of clean name ``name``: ``owner[key]`` was ``recorded`` at the walk.
+    ``local``: the local tensor that a ModelView made of it; tied slots share it, under the first slot's name."""
 
     name: str
     key: str
@@ -31,20 +31,20 @@ class Slot:
 
     @property
     def owner(self) -> dict[str, Any]:
-        """The module's own dict, as it is now: attribute access is fifteen times slower than its."""
+        """Returns the module's own current dict; attribute access would be fifteen times slower."""
         owner: dict[str, Any] = self.module._parameters if self.kind == "parameter" else self.module._buffers
         return owner
 
 
 def slots(model: nn.Module, *kinds: Kind) -> Iterator[Slot]:
-    """Of all modules, in the order of named_modules(), parameters before buffers; of ``kinds``, or of all. What is tied
-    comes under each of its names."""
+    """Yields the slots of all modules, of ``kinds`` or of all kinds, in the order of named_modules(), parameters before
+    buffers. A tied tensor comes under each of its names."""
     for name, module in walk(model):
         yield from slots_of(module, name, *kinds)
 
 
 def slots_of(module: nn.Module, name: str = "", *kinds: Kind) -> Iterator[Slot]:
-    """One module's own."""
+    """Yields the slots of one module, without those of its children."""
     places: list[tuple[str, torch.Tensor | None, Kind]]
     places = [(key, parameter, "parameter") for key, parameter in module._parameters.items()]
     tables = module._non_persistent_buffers_set
@@ -54,17 +54,17 @@ def slots_of(module: nn.Module, name: str = "", *kinds: Kind) -> Iterator[Slot]:
             yield Slot(join(name, key), key, tensor, kind, module)
 
 
-def by_tensor(found: Iterable[Slot]) -> dict[int, list[Slot]]:
-    """By the tensor's id: its slots, the first one first."""
+def by_tensor(slots: Iterable[Slot]) -> dict[int, list[Slot]]:
+    """Returns the slots of each tensor by its id, in the order of the walk."""
     known: dict[int, list[Slot]] = {}
-    for slot in found:
+    for slot in slots:
         known.setdefault(id(slot.recorded), []).append(slot)
     return known
 
 
-def refuse_valueless(found: Iterable[Slot]) -> None:
-    """On meta, or waiting for their first batch: there is nothing to average or to write in such models."""
-    valueless = [slot for slot in found if slot.recorded.is_meta or is_lazy(slot.recorded)]
+def refuse_valueless(slots: Iterable[Slot]) -> None:
+    """Raises where tensors have no values to average or to write: they are on meta, or wait for their first batch."""
+    valueless = [slot for slot in slots if slot.recorded.is_meta or is_lazy(slot.recorded)]
     for what, lazy in (("not initialised yet", True), ("on meta, without values", False)):
         if names := [slot.name for slot in valueless if is_lazy(slot.recorded) == lazy]:
             raise invalid(f"{what}: {first_of(names)}; give the model its weights before making an EMA")

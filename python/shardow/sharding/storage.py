@@ -1,4 +1,4 @@
-"""Torch memory as the engine sees it, and which tensors lie on the same though they are different objects."""
+"""Describes torch memory to the engine, and finds different tensors that lie in the same memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from shardow import _core
 from shardow.sharding.local import LocalTensor, oddity
 
-#: How and where tensors lie, cheap enough to be asked before every update.
+#: Describes how and where tensors lie; cheap enough to be called before every update.
 MARKS = _core.Marks(torch.Tensor, torch.nn.Parameter)
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """Where the engine is told that a tensor lies: one function, which tests replace on a machine without a device."""
+    """Returns the device of a tensor for the engine; tests replace this function on a machine without a device."""
     return tensor.device
 
 
@@ -30,8 +30,8 @@ def why_not(device: torch.device) -> str:
 
 
 def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Region) -> _core.TensorView:
-    """Of a contiguous tensor on the CPU or a CUDA device, where the engine's work is enqueued on torch's current
-    stream.
+    """Returns the engine's view of a contiguous tensor on the CPU or a CUDA device, where the engine's work is enqueued
+    on torch's current stream.
     """
     device = device_of(tensor)
     if device.type == "cpu":
@@ -41,14 +41,14 @@ def engine_view(name: str, dtype: str, tensor: torch.Tensor, region: _core.Regio
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns what tells storages apart, those on meta too."""
+    """Returns an identity of a tensor's storage, on meta too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor without values in a mapping of its own, which the system has back as soon as the tensor is gone.
-    malloc() raises its threshold to what was freed last, takes the next large tensors from its heap, and keeps the
-    holes: whole layers that come and go left 64 MiB there."""
+    """Returns a CPU tensor without values in a separate mapping, which returns to the system when the tensor dies.
+    malloc() would raise its threshold to the last freed size, take the next large tensors from its heap, and keep the
+    holes: whole layers that came and went left 64 MiB in these."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -57,13 +57,13 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, LocalTensor]]:
-    """Pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``. One pass in the order of addresses;
-    empty tensors lie nowhere."""
+    """Yields pairs (first, second) with bytes in common, ``first`` earlier in ``locals_``, in one pass in the order of
+    addresses. Empty tensors have no bytes."""
     all_ = list(locals_)
     by_device: dict[torch.device, list[tuple[int, int]]] = {}
-    for i, one in enumerate(all_):
-        if one.tensor.numel():
-            by_device.setdefault(one.tensor.device, []).append((one.tensor.data_ptr(), i))
+    for i, local in enumerate(all_):
+        if local.tensor.numel():
+            by_device.setdefault(local.tensor.device, []).append((local.tensor.data_ptr(), i))
     for ranges in by_device.values():
         reach, furthest = 0, -1  # the end of the tensor that reaches furthest so far, and its place
         for begin, i in sorted(ranges):
@@ -75,7 +75,7 @@ def overlaps(locals_: Iterable[LocalTensor]) -> Iterator[tuple[LocalTensor, Loca
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last one."""
+    """Returns the bytes from the first element to the end of the last one."""
     if tensor.is_contiguous():
         return tensor.nbytes
     return (

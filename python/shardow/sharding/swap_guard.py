@@ -1,6 +1,6 @@
-"""Who else would take averages for weights: other EMAs of the same model, optimizers, and what fills a model. Nothing
-here is asked whether anything is swapped: the engine is. And whose weights are read in the background: an optimizer
-that would change them waits.
+"""Keeps other EMAs of the same model, optimizers and loads from taking averages for weights while a swap is active.
+The engine knows whether weights are swapped. The guard also makes an optimizer wait that would change weights which are
+read in the background.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shardow.sharding.storage import address_of
 
 
 class Swapping(Protocol):
-    """A swap, as others need to see it."""
+    """The interface of a swap that this guard needs."""
 
     @property
     def swapped(self) -> bool: ...
 
     def weights(self) -> Iterable[torch.Tensor]:
-        """Memory that holds averages in place of weights while ``swapped``, or weights in place of averages."""
+        """Returns the memory that holds averages for weights while ``swapped``, or weights for averages."""
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """The parameters that show them."""
+        """Returns the parameters that show these weights."""
 
     def refuse_swapped(self, what: str) -> None:
         """Raises while ``swapped``."""
@@ -37,7 +37,7 @@ class Swapping(Protocol):
         """
 
 
-# Each Swapping from before the first exchange until the weights are back: no other may have them.
+# Each Swapping from before its first exchange until the weights are back: no other may use these weights.
 _entered: set[Any] = set()
 _read: weakref.WeakSet[Any] = weakref.WeakSet()  # Swapping, from its first update in the background on
 
@@ -53,9 +53,9 @@ def refuse_foreign(
     instead: str = "",
     writes: bool = False,
 ) -> None:
-    """Raises where ``weights()``, as ``own`` needs them, are exchanged by a swap now, of another EMA than ``own``.
-    Costs nothing where no EMA is swapped in. ``instead``: what else leads to what was wanted. ``writes``: they are
-    written next, and updates in the background read them first."""
+    """Raises where some of ``weights()``, which ``own`` needs, are exchanged by an active swap of another EMA. Costs
+    nothing where no EMA is swapped in. ``instead``: advice on another way. ``writes``: the weights are written next, so
+    updates in the background read them first."""
     if writes and _read:
         written = _addresses(weights())
         for reader in list(_read):
@@ -64,14 +64,14 @@ def refuse_foreign(
     if not _entered:
         return
     needed = _addresses(weights())
-    for other in _now():
+    for other in _active():
         if other is not own and not needed.isdisjoint(_addresses(other.weights())):
-            way_out = f"leave its swapped() first{instead and f', {instead}'}"
-            raise invalid(f"{what}: an EMA has its averages in this model's memory now; {way_out}")
+            hint = f"leave its swapped() first{instead and f', {instead}'}"
+            raise invalid(f"{what}: an EMA has its averages in this model's memory now; {hint}")
 
 
-def _now() -> list[Swapping]:
-    return [one for one in list(_entered) if one.swapped]
+def _active() -> list[Swapping]:
+    return [swap for swap in list(_entered) if swap.swapped]
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -79,10 +79,10 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before any optimizer's step: one on averages would be lost, and spoil them; one on weights that are read would
-    tear the averages.
+    """Runs before any optimizer's step. It refuses a step on averages, which would be lost and spoil them, and delays a
+    step on weights that are being read, which would tear the averages.
     """
-    for swap in {*(_now() if _entered else ()), *_read} if _entered or _read else ():
+    for swap in {*(_active() if _entered else ()), *_read} if _entered or _read else ():
         steps = [p for group in optimizer.param_groups for p in group["params"]]
         shown = set(map(id, swap.parameters()))
         if any(id(p) in shown for p in steps) or not _addresses(steps).isdisjoint(_addresses(swap.weights())):

@@ -1,4 +1,4 @@
-"""ModelView: everything about a model that averaging needs, found once, and cheap checks that it still holds."""
+"""Defines ModelView, all facts about a model that averaging needs, collected once, with cheap checks of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardow import _core
 from shardow.base.checks import instance, invalid, unsupported
-from shardow.sharding.changes import WAY_OUT, Form, change
+from shardow.sharding.changes import HINT, Form, change
 from shardow.sharding.dtensor import modules_of, region_of, replicas_of, reshard, unsharded
 from shardow.sharding.fsdp1 import Fsdp1Adapter
 from shardow.sharding.groups import group_of_tensors
@@ -26,7 +26,7 @@ from shardow.sharding.zero3 import Zero3Adapter
 class ModelView:
     """Parameters and persistent buffers of a model on this rank, each tensor once, under its clean first name, in
     named_parameters() order. ``process_group``: the ranks that share the model; None: this process alone.
-    ``watch_buffers``: unchanged() looks at buffers too, for those who hold on to their memory."""
+    ``watch_buffers``: unchanged() checks buffers too, for users of the view that keep their addresses."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self.model = model
@@ -41,44 +41,45 @@ class ModelView:
         refuse_valueless(places)
         self._slots = [slot for slot in places if slot.kind == "parameter"]
         self._fsdp1 = Fsdp1Adapter(model)
-        #: Those that hide something of this model: the others are not asked again.
+        #: Adapters that hide tensors of this model; the others are not called again.
         self._hiding = [adapter for adapter in (self._fsdp1, Zero3Adapter(self._slots)) if adapter.hidden]
         self._hidden = [local for adapter in self._hiding for local in adapter.hidden]
         self._replicas = replicas_by_parameter(model, group)
         self.watch_buffers = False
-        self._followed: _core.Watch | None = None  # buffers as they were when they were followed last
-        self._found = self._collect(self._slots)
-        self._found_buffers = self._collect([slot for slot in places if slot.kind == "buffer"])
+        self._followed: _core.Watch | None = None  # of the buffers that `buffers` returned last
+        self._visible = self._collect(self._slots)  # slots of the tensors that no adapter hides
+        self._buffer_slots = self._collect([slot for slot in places if slot.kind == "buffer"])
         self._tie_by_memory()
-        self.parameters = _in_model_order([*_locals(self._found), *self._hidden], modules)
+        self.parameters = _in_model_order([*_locals(self._visible), *self._hidden], modules)
         self._record()
         self.process_group = group_of_tensors(model, [slot.recorded for slot in places], group, self._fsdp1)
 
     @property
     def buffers(self) -> list[LocalTensor]:
-        """As they are now: modules replace their buffers freely, and register others."""
+        """Returns the current buffers: modules replace their buffers freely, and register others."""
         if self._followed is None or not _same(self._followed):
             self._follow_buffers()
-            known = {(id(slot.owner), slot.key) for slot in self._found_buffers}
+            known = {(id(slot.owner), slot.key) for slot in self._buffer_slots}
             new = [slot for slot in slots(self.model, "buffer") if (id(slot.owner), slot.key) not in known]
-            self._found_buffers += self._collect(new, before=self._found_buffers)
-            self._buffers = _locals(self._found_buffers)
-            self._followed = self._watch_of("_buffers", self._found_buffers)
+            self._buffer_slots += self._collect(new, before=self._buffer_slots)
+            self._buffers = _locals(self._buffer_slots)
+            self._followed = self._watch_of("_buffers", self._buffer_slots)
         return self._buffers
 
     def _collect(self, slots: Iterable[Slot], before: Iterable[Slot] = ()) -> list[Slot]:
-        """Each tensor once; further names of it are aliases. ``before``: slots that were found already."""
+        """Returns the slots that no adapter owns, each tensor with one local tensor, whose aliases are its further
+        names. ``before``: slots that have local tensors already."""
         known = {id(slot.recorded): slot.local for slot in before}
         owned = {key for adapter in self._hiding for key in adapter.owned}
-        found = [slot for slot in slots if id(slot.recorded) not in owned]
-        for slot in found:
+        collected = [slot for slot in slots if id(slot.recorded) not in owned]
+        for slot in collected:
             key = id(slot.recorded)
             slot.local = known[key] = known[key] if key in known else self._local(slot)
             _add_alias(slot.local, slot.name)
-        return found
+        return collected
 
     def _local(self, slot: Slot) -> LocalTensor:
-        """Returns what this rank holds of a slot's tensor, which is whole where it is no DTensor."""
+        """Returns the local tensor of a slot; it is the whole tensor where that is no DTensor."""
         tensor = slot.recorded
         if isinstance(tensor, DTensor):
             region, replicas = region_of(slot.name, tensor), replicas_of(tensor)
@@ -88,11 +89,11 @@ class ModelView:
         return LocalTensor(slot.name, tensor.detach(), region, tensor, replicas, bool(replicas))
 
     def _tie_by_memory(self) -> None:
-        """Other objects on the same memory (``a.data = b.data``) are one tensor too: swapped twice, it would be
-        lost."""
-        found = [*self._found, *self._found_buffers]
+        """Ties different objects in the same memory (``a.data = b.data``) as one tensor, which would be lost if it were
+        swapped twice."""
+        recorded = [*self._visible, *self._buffer_slots]
         instead: dict[int, LocalTensor] = {}
-        for first, second in overlaps(local for local in _locals(found) if not oddity(local.tensor)):
+        for first, second in overlaps(local for local in _locals(recorded) if not oddity(local.tensor)):
             if (
                 first.tensor.data_ptr() != second.tensor.data_ptr()
                 or first.tensor.stride() != second.tensor.stride()
@@ -104,7 +105,7 @@ class ModelView:
                     "its own"
                 )
             instead[id(second)] = first
-        for slot in found:
+        for slot in recorded:
             if (local := instead.get(id(slot.local))) is not None:
                 slot.local = local
                 _add_alias(local, slot.name)
@@ -112,8 +113,8 @@ class ModelView:
     # ---- the model's state
 
     def reshard(self, refuse_written: bool = False) -> None:
-        """Frees unsharded copies of the weights, whatever the last forward left behind. ``refuse_written``: raises
-        where weights were written that their shards don't have yet, and would be lost; for ranks to agree on before any
+        """Frees unsharded copies of the weights that the last forward may have left. ``refuse_written``: raises where
+        weights were written that their shards don't have yet, and would be lost; ranks should agree on this before any
         of them writes. Local.
         """
         if self._fsdp2:
@@ -122,8 +123,8 @@ class ModelView:
             adapter.reshard(refuse_written)
 
     def unchanged(self) -> bool:
-        """The modules hold the recorded parameters, those alone, at the recorded addresses. About 0.08 us a
-        parameter after an optimizer's step."""
+        """Returns whether the modules hold exactly the recorded parameters, at the recorded addresses. Takes about
+        0.08 us a parameter after an optimizer's step."""
         return (
             _same(self._watch)
             and self._flat_addresses() == self._recorded_flat
@@ -132,20 +133,20 @@ class ModelView:
         )
 
     def unchanged_at_rest(self) -> bool:
-        """unchanged(), if need be when unsharded copies of the weights are gone."""
+        """Returns unchanged(); where that is False, frees unsharded copies of the weights and returns it again."""
         if self.unchanged():
             return True
         self.reshard()
         return self.unchanged()
 
     def follow_moves(self, bind: Callable[[], object]) -> str | None:
-        """Takes over memory that moved under the same parameters. Returns what else has changed, and the way out;
-        nothing is taken over then. ``bind()`` tells those who hold the old addresses. The new ones count as known
-        after it, so that one that raises is called again.
+        """Adopts memory that moved under the same parameters. Returns a text of any other change, with advice; nothing
+        is adopted then. ``bind()`` updates all users of the old addresses. The new ones are recorded after it: a bind()
+        that raises is called again.
         """
-        buffers = {slot.name for slot in self._found_buffers} if self.watch_buffers else set()
-        now = ModelView(self.model, self.process_group)
-        if (why := change(self._forms(buffers), now._forms(buffers))) is not None:
+        buffers = {slot.name for slot in self._buffer_slots} if self.watch_buffers else set()
+        current = ModelView(self.model, self.process_group)
+        if (why := change(self._forms(buffers), current._forms(buffers))) is not None:
             return why
         for local in self.parameters:
             local.tensor = local.memory()
@@ -155,55 +156,55 @@ class ModelView:
         return None
 
     def as_it_is_now(self) -> list[LocalTensor]:
-        """Parameters and buffers found anew, whatever has become of the model; this view stays as it is."""
-        now = ModelView(self.model, self.process_group)
-        return [*now.parameters, *now.buffers]
+        """Returns the parameters and buffers of a new view of the model; this view does not change."""
+        current = ModelView(self.model, self.process_group)
+        return [*current.parameters, *current.buffers]
 
     def versions(self) -> dict[str, int]:
-        """Torch's counters of writes into parameters, of which FSDP1's flat ones have none that tells."""
-        return {slot.name: getattr(slot.recorded, "_local_tensor", slot.recorded)._version for slot in self._found}
+        """Returns torch's counters of writes into parameters; FSDP1's flat ones have no reliable counter."""
+        return {slot.name: getattr(slot.recorded, "_local_tensor", slot.recorded)._version for slot in self._visible}
 
     def parameter_objects(self) -> list[torch.Tensor]:
-        """Those that the model shows, and those that were recorded."""
+        """Returns the parameters that the model shows, and those that were recorded."""
         return [*self.model.parameters(), *(slot.recorded for slot in self._slots)]
 
     def _forms(self, buffers: Set[str]) -> dict[str, Form]:
-        """Returns what stays as it is where memory moves, of the parameters and of ``buffers``, by all their names."""
+        """Returns the forms of the parameters and of ``buffers``, by all their names."""
         places: list[tuple[str, object, LocalTensor]]
-        places = [(slot.name, slot.recorded, slot.local) for slot in self._found]
+        places = [(slot.name, slot.recorded, slot.local) for slot in self._visible]
         places += [(name, local.shown, local) for local in self._hidden for name in (local.name, *local.aliases)]
-        places += [(slot.name, None, slot.local) for slot in self._found_buffers if slot.name in buffers]
+        places += [(slot.name, None, slot.local) for slot in self._buffer_slots if slot.name in buffers]
         return {
             name: (shown, f"'{local.name}'", local.tensor.dtype, local.tensor.device, local.region)
             for name, shown, local in places
         }
 
     def _follow_buffers(self) -> None:
-        for slot in self._found_buffers:
+        for slot in self._buffer_slots:
             buffer, local = slot.owner.get(slot.key), slot.local
             if buffer is None or tuple(buffer.shape) != tuple(local.region.shape):
-                now = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
-                raise invalid(f"buffer '{slot.name}' {now}, it had {tuple(local.region.shape)} before; {WAY_OUT}")
+                state = "is gone from the model" if buffer is None else f"has shape {tuple(buffer.shape)}"
+                raise invalid(f"buffer '{slot.name}' {state}, it had {tuple(local.region.shape)} before; {HINT}")
             slot.recorded = buffer
             if slot.name == local.name:
                 local.shown, local.tensor = buffer, memory_of(buffer)
             elif address_of(memory_of(buffer)) != address_of(local.tensor):
-                raise invalid(f"buffer '{slot.name}' no longer shares the memory of '{local.name}'; {WAY_OUT}")
+                raise invalid(f"buffer '{slot.name}' no longer shares the memory of '{local.name}'; {HINT}")
 
     # ---- identity
 
     def _record(self) -> None:
-        """What unchanged() compares with. Every module: a replaced one leaves the old parameters in place, out of the
-        model."""
+        """Records the state that unchanged() compares with. It has every module, since a replaced module keeps its old
+        parameters, outside of the model."""
         shown = [parameter for adapter in self._hiding for parameter in adapter.shown()]
-        self._watch = self._watch_of("_parameters", self._found, shown)
+        self._watch = self._watch_of("_parameters", self._visible, shown)
         self._recorded_flat = self._flat_addresses()
-        self._recorded_buffers = [(slot, slot.recorded, address_of(slot.local.tensor)) for slot in self._found_buffers]
-        self._buffer_watch = self._watch_of("_buffers", self._found_buffers)
+        self._recorded_buffers = [(slot, slot.recorded, address_of(slot.local.tensor)) for slot in self._buffer_slots]
+        self._buffer_watch = self._watch_of("_buffers", self._buffer_slots)
 
     def _watch_of(self, key: str, slots: Iterable[Slot], shown: Iterable[torch.Tensor] = ()) -> _core.Watch:
-        """Returns a watch of what the modules have in their ``key``, and of the memory of ``slots`` and of what is
-        ``shown``; of what has elements in memory.
+        """Returns a watch of the modules' dicts ``key``, and of the memory of ``slots`` and of the ``shown`` tensors,
+        apart from tensors without elements in memory.
         """
         tensors = [slot.recorded for slot in slots if not oddity(slot.local.tensor)]
         sharded: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
@@ -215,55 +216,55 @@ class ModelView:
         return [shard.data_ptr() for adapter in self._hiding for shard in adapter.shards()]
 
     def _buffers_same(self) -> bool:
-        """Returns whether those that were recorded are in place, whatever has become of others (tables)."""
+        """Returns whether the recorded buffers are in place; others (tables) may have changed."""
         return all(
-            slot.owner.get(slot.key) is was and address_of(memory_of(was)) == address
-            for slot, was, address in self._recorded_buffers
+            slot.owner.get(slot.key) is buffer and address_of(memory_of(buffer)) == address
+            for slot, buffer, address in self._recorded_buffers
         )
 
     def by_parameter(self) -> dict[int, list[LocalTensor]]:
-        """By the id of a parameter that the model shows, what it is here: one tensor, or all that FSDP1 made one flat
-        parameter of.
+        """Returns the local tensors of each parameter that the model shows, by its id: one tensor, or all tensors that
+        FSDP1 put into the flat parameter.
         """
-        known = {id(slot.recorded): [slot.local] for slot in self._found}
+        known = {id(slot.recorded): [slot.local] for slot in self._visible}
         for flat in self._fsdp1.hidden:
             known.setdefault(id(flat.shown), []).append(flat)
         return known
 
     def frozen(self) -> list[tuple[str, torch.Tensor]]:
-        """What had no gradient when this view was made, as the model shows it."""
+        """Returns (name, parameter that the model shows) of the tensors that do not require a gradient."""
         return [(local.name, local.shown) for local in self.parameters if not local.requires_grad]
 
     def written(self) -> None:
-        """Tells autograd, and ZeRO-3, that weights were written behind its back: a backward through the old values
-        raises, where autograd can see it. Frees unsharded copies, in which old values would survive."""
-        torch.autograd.graph.increment_version([slot.recorded for slot in self._found])
+        """Notifies autograd and ZeRO-3 of writes that they did not see: a backward through the old values raises where
+        autograd can detect it. Frees unsharded copies, in which old values would survive."""
+        torch.autograd.graph.increment_version([slot.recorded for slot in self._visible])
         for adapter in self._hiding:
             adapter.written()
         self.reshard()
 
 
 def find(model: nn.Module, group: dist.ProcessGroup | None = None, odd: bool = False) -> ModelView:
-    """What this rank holds of ``model``. ``group``: ranks that hold replicas of a plain model, or the ranks of one
-    whose meshes do not tell their group. ``odd``: what has no elements in memory (sparse, nested, quantised, made of
-    other tensors) is found too, else refused."""
+    """Returns a view of ``model`` on this rank. ``group``: ranks that hold replicas of a plain model, or the ranks of a
+    model whose meshes do not name their group. ``odd``: tensors without elements in memory (sparse, nested, quantised,
+    made of other tensors) are accepted, else refused."""
     instance("model", model, nn.Module)
     if group is not None:
         instance("group", group, dist.ProcessGroup)
-    with _disable_current_modes():  # whatever somebody does with operations of his own meanwhile
+    with _disable_current_modes():  # a user's dispatch mode must not see these operations
         view = ModelView(model, group)
         if not odd:
             refuse_all_odd([*view.parameters, *view.buffers])
         return view
 
 
-def _locals(found: Iterable[Slot]) -> list[LocalTensor]:
+def _locals(slots: Iterable[Slot]) -> list[LocalTensor]:
     """Returns each local tensor once, in the order of its first slot."""
-    return [*dict.fromkeys(slot.local for slot in found)]
+    return [*dict.fromkeys(slot.local for slot in slots)]
 
 
 def _in_model_order(locals_: list[LocalTensor], modules: list[tuple[str, nn.Module]]) -> list[LocalTensor]:
-    """By module, as named_parameters() goes: the kind of sharding must not show in the order."""
+    """Sorts by module, in the order of named_parameters(): the kind of sharding must not show in the order."""
     order: dict[str, int] = {}
     for i, (name, _) in enumerate(modules):
         order.setdefault(name, i)
@@ -271,7 +272,7 @@ def _in_model_order(locals_: list[LocalTensor], modules: list[tuple[str, nn.Modu
 
 
 def _objects_behind(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns where torch keeps what data_ptr() reads, for prefetching: private, and never read here."""
+    """Returns the private objects that data_ptr() reads, as addresses for prefetching; no code here reads them."""
     return (tensor._cdata, tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else (0, 0)
 
 

@@ -1,9 +1,9 @@
-"""DeepSpeed's ZeRO-3: a parameter is empty, and each rank has a stretch of it in ``ds_tensor``, whose end is padded on
-the last ranks.
+"""Supports DeepSpeed's ZeRO-3, where a parameter is empty, and each rank has a range of it in ``ds_tensor``, whose end
+is padded on the last ranks.
 
-Nothing is imported: parameters bear DeepSpeed's marks. Small ones, and those that a forward or the user gathered, show
-all elements for a while, and the next forward would use them: such copies are freed when stretches have been written,
-and that forward gathers them anew. To read stretches nothing has to be freed.
+DeepSpeed is not imported: parameters bear its marks. Small ones, and those that a forward or the user gathered, show
+all elements for a while, and the next forward would use them: such copies are freed when ranges have been written, and
+that forward gathers them anew. To read ranges nothing has to be freed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Zero3Adapter(Adapter):
     hidden: list[LocalTensor]
 
     def __init__(self, walked: Iterable[Slot]) -> None:
-        found = by_tensor(slot for slot in walked if is_partitioned(slot.recorded))
-        self.hidden = [_partition(places) for places in found.values()]
-        self.owned = set(found)
+        partitioned = by_tensor(slot for slot in walked if is_partitioned(slot.recorded))
+        self.hidden = [_partition(places) for places in partitioned.values()]
+        self.owned = set(partitioned)
 
     def shards(self) -> Iterator[torch.Tensor]:
         return (local.shown.ds_tensor for local in self.hidden)
 
     def reshard(self, refuse_written: bool = False) -> None:
-        """Frees nothing: stretches are read as they are."""
+        """Frees nothing, since ranges are read without the copies; refuses as Adapter.reshard() does."""
         for local in self.hidden if refuse_written else ():
             begin = begin_of(local.shown)
             whole = local.shown.detach().view(-1)[begin : begin + local.region.size]
@@ -52,7 +52,7 @@ class Zero3Adapter(Adapter):
         gathered = [local.shown for local in self.hidden if local.shown.ds_status.name != "NOT_AVAILABLE"]
         for optimizer in dict.fromkeys(getattr(parameter, "_z3_optimizer", None) for parameter in gathered):
             if optimizer is not None:
-                # as before each of its steps; waits for what is being prefetched
+                # as before each of its steps; waits for parameters that are being prefetched
                 optimizer.parameter_offload.partition_all_parameters()
         for parameter in gathered:
             if parameter.ds_status.name != "NOT_AVAILABLE":  # a model without an optimizer
@@ -60,7 +60,7 @@ class Zero3Adapter(Adapter):
 
 
 def begin_of(parameter: Any) -> int:
-    """Returns the number of the first element in this rank's stretch."""
+    """Returns the number of the first element in this rank's range."""
     begin: int = min(parameter.ds_tensor.ds_numel * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
     return begin
 
@@ -74,9 +74,9 @@ def _partition(places: Sequence[Slot]) -> LocalTensor:
     )
 
     def memory() -> torch.Tensor:
-        """Returns the stretch without its padding."""
-        stretch: torch.Tensor = parameter.ds_tensor.detach()[: region.size]
-        return stretch
+        """Returns this rank's range without its padding."""
+        elements: torch.Tensor = parameter.ds_tensor.detach()[: region.size]
+        return elements
 
     return LocalTensor(names[0], memory(), region, parameter, (), True, tuple(names[1:]), memory)
 

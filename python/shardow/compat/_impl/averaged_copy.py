@@ -86,7 +86,7 @@ class AveragedCopy:
         sources = {slot.name: slot for slot in slots(weights.model, "buffer", "table") if slot.name in buffers}
         fit = compare(_forms(averages, buffers), _forms(weights, sources))
         also = _MissingError if fit.missing or fit.unexpected else RuntimeError
-        fit.refuse("", "the model", also, here="in its average", done="nothing was averaged", hint=_ANEW)
+        fit.refuse("", "the model", also, target="in its average", done="nothing was averaged", hint=_ANEW)
         known = {local.name: local for local in weights.parameters}
         pairs = [(local, known[local.name]) for local in averages.parameters]
         rows = [

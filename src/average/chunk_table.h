@@ -67,8 +67,8 @@ std::vector<size_t> partition(std::span<const kernels::Chunk> chunks, int parts)
 /// 64.
 ///
 /// Streams whose addresses agree modulo 64 MiB, to within about 8 MiB, were measured to run at a third of the speed of
-/// others (docs/architecture.md), so large averages are spread evenly over that period. The gaps are
-/// never touched: they cost address space, not memory.
+/// others (docs/architecture.md), so large averages are spread evenly over that period. The gaps are never
+/// touched: they cost address space, not memory.
 int64_t arena_stride(int64_t bytes, int num_averages);
 
 }  // namespace shardow::average

@@ -4,9 +4,8 @@
 // Blocks of weights come to a slot of the ring, are exchanged there with their averages, and go back; while one is
 // exchanged, the one before goes back and the next one comes. Invariants between two calls:
 //   blocks [0, done_)                   hold averages in the device's memory
-//   blocks [done_, done_ + unwritten_)  have their weights in their slots, and their averages on the host; a copy to
-//   the
-//                                       device's memory has failed, and what that holds is not known
+//   blocks [done_, done_ + unwritten_)  have their weights in their slots, and their averages on the host. A copy
+//                                       failed, so what they hold in the device's memory is not known
 //   all other blocks                    hold weights
 #pragma once
 

@@ -69,9 +69,9 @@ struct SwapStep {
   std::unique_ptr<RingSwap> ring;  // of weights on a device whose averages are on the host
 };
 
-/// The whole state of a swap, from its first exchange to its end. Invariant: weights of steps[0] to steps[exchanged -
-/// 1] hold averages, and their values lie in the average's memory or in `kept`; the others hold weights. A step through
-/// a ring is exchanged as far as its RingSwap says.
+/// The whole state of a swap, from its first exchange to its end. Invariant: weights of the first `exchanged` steps
+/// hold averages, and their values lie in the average's memory or in `kept`; the others hold weights. A step through a
+/// ring is exchanged as far as its RingSwap says.
 struct SwapRecord {
   size_t k;                           // which averages are in the weights' memory
   std::vector<TensorView> weights;    // the weights' memory: this rank's parts of it

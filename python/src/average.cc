@@ -28,7 +28,7 @@ namespace {
 
 using average::Inside;
 
-/// Other threads of Python go on meanwhile, as where an update in the background is waited for.
+/// Lets other Python threads run during a call, which may wait for an update in the background.
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
 /// Calls the Updater of python/shardow/averaging/torch_rules.py.
@@ -98,7 +98,7 @@ class PythonMemory final : public average::OtherMemory {
   nb::object memory_;
 };
 
-/// Python that a swap calls. What is no Exception (KeyboardInterrupt) stays on its rank.
+/// Calls Python for a swap. An error that is no Exception (KeyboardInterrupt) stays on its rank.
 template <class Fn>
 auto in_swap(Fn fn) {
   const nb::gil_scoped_acquire gil;
@@ -178,7 +178,7 @@ void bind_enums(nb::module_& m) {
 
 void bind_average(nb::module_& m) {
   bind_enums(m);
-  nb::class_<TensorView>(m, "TensorView", "Somebody else's memory, described; it owns nothing.")
+  nb::class_<TensorView>(m, "TensorView", "Describes memory that it does not own.")
       .def(
           "__init__",
           [](TensorView* self, std::string name, const std::string& dtype, const Region& region, uintptr_t data,
@@ -236,7 +236,7 @@ void bind_average(nb::module_& m) {
             Inside::of(*self).swap.abandon();  // Python gives memory back in any order
           },
           "parameters"_a, "averages"_a, "options"_a, "other"_a = nb::none(),
-          "`other`: what does the work on views of the device \"other\"")
+          "`other`: does the work on views of the device \"other\".")
       .def(
           "bind",
           [](Average& self, const std::vector<TensorView>& parameters) {
@@ -251,35 +251,34 @@ void bind_average(nb::module_& m) {
             return std::pair(report.applied, report.non_finite);
           },
           "step"_a = nb::none(), "samples"_a = 0.0, Released(),
-          "(applied, elements held because their parameter was not finite)")
+          "Returns (applied, elements held because their parameter was not finite).")
       .def(
           "update_by",
-          [](Average& self, const std::vector<std::pair<double, double>>& factors, std::optional<int64_t> step) {
-            std::vector<Factors> given;
-            for (const auto& [decay, weight] : factors) given.push_back({decay, weight});
-            return self.update_by(given, step).non_finite;
+          [](Average& self, const std::vector<std::pair<double, double>>& pairs, std::optional<int64_t> step) {
+            std::vector<Factors> factors;
+            for (const auto& [decay, weight] : pairs) factors.push_back({decay, weight});
+            return self.update_by(factors, step).non_finite;
           },
           "factors"_a, "step"_a = nb::none(), Released(),
-          "The caller's (decay, weight) of each average; elements held because their parameter was not finite")
-      .def("set_decay", &Average::set_decay, "decay"_a, "Of settable(), from the next update on.")
+          "Takes (decay, weight) of each average; returns the elements held because their parameter was not finite.")
+      .def("set_decay", &Average::set_decay, "decay"_a, "Sets the decay of settable(), from the next update on.")
       .def(
           "prepare_replay",
           [](Average& self, std::optional<int64_t> step, double samples) {
             return self.prepare_replay(step, samples).applied;
           },
           "step"_a = nb::none(), "samples"_a = 0.0, Released(),
-          "Before each replay of a CUDA graph that captured update(): counts, and gives it its numbers.")
+          "Counts the step of the next replay of a CUDA graph that captured update(), and gives the graph its numbers.")
       .def(
           "set_stream",
           [](Average& self, int index, uintptr_t stream) { self.set_stream(index, reinterpret_cast<void*>(stream)); },
           "index"_a, "stream"_a,
-          "CUDA: from here on the work on the device goes to this stream, behind what is under way on the last one.")
+          "Moves later work on a CUDA device to this stream, after all work under way on the last one.")
       .def("wait", &Average::wait, Released(),
-           "Until the update that goes on in the background, if any, has ended; raises what it met.")
+           "Waits until the update in the background, if any, has ended; raises its error.")
       .def("finish_reading", &Average::finish_reading, Released(),
-           "Before the parameters change: CUDA devices wait for the copies of the update under way, the host until all "
-           "have begun; else "
-           "wait().")
+           "Waits until the parameters may change: CUDA devices wait for the copies of the update under way, the host "
+           "until all have begun; without such copies it is wait().")
       .def("reset", &Average::reset, Released(), "Copies the bound parameters into every average.")
       .def(
           "prepare_swap",
@@ -288,7 +287,7 @@ void bind_average(nb::module_& m) {
             return inside.swap.prepare(weights.empty() ? inside.storage.whole() : std::span(weights), k);
           },
           "k"_a, "weights"_a = std::vector<TensorView>(), Released(),
-          "Of the k-th averages and weights, by default the bound ones. Step 1 of src/average/swap.cc, on this rank.")
+          "Makes step 1 of src/average/swap.cc on this rank, for the k-th averages and weights (default: the bound).")
       .def(
           "swap_in",
           [](Average& self, average::SwapRecord& prepared, nb::handle memory, const average::SwapRanks& ranks) {
@@ -296,7 +295,7 @@ void bind_average(nb::module_& m) {
             Inside::of(self).swap.enter(std::move(prepared), weights, ranks);
           },
           "prepared"_a, "memory"_a, "ranks"_a, Released(),
-          "Its steps 2 to 4. Where it raises, swap_out() comes next. Collective.")
+          "Makes its steps 2 to 4. Where it raises, swap_out() comes next. Collective.")
       .def(
           "swap_out",
           [](Average& self, nb::handle memory, const average::SwapRanks& ranks, std::string call, std::string error,
@@ -306,8 +305,8 @@ void bind_average(nb::module_& m) {
           },
           "memory"_a, "ranks"_a, "call"_a, "error"_a = "", "enters"_a = false, "restores"_a = false, "strict"_a = true,
           Released(),
-          "Its steps 5 to 8, from whatever point the swap has reached. `error`: what ended the block, or as it "
-          "`enters`. Collective.")
+          "Makes its steps 5 to 8, from whatever point the swap has reached. `error`: what ended the block, or "
+          "swap_in() with `enters`. Collective.")
       .def_prop_ro(
           "why_swapped",
           [](const Average& self) {
@@ -335,9 +334,9 @@ void bind_average(nb::module_& m) {
       .def_prop_ro(
           "schedules",
           [](const Average& self) { return std::vector(self.schedules().begin(), self.schedules().end()); },
-          "In force, one of each average.")
+          "The schedules in force, one for each average.")
       .def_prop_ro("decays", &Average::decays, Released(),
-                   "Of the next step, one of each average; NaN where its schedule has none.")
+                   "The decays of the next step, one for each average; NaN where its schedule has none.")
       .def_prop_ro(
           "progress",
           [](const Average& self) {
@@ -363,7 +362,7 @@ void bind_average(nb::module_& m) {
         const auto [compiler, device, seconds] = kernels::cuda::compile_report();
         return std::tuple(compiler, device, seconds);
       },
-      "(\"NVRTC 12.9\", the device's name, seconds): of the CUDA kernels compiled in this process; empty: none.");
+      "(\"NVRTC 12.9\", the device's name, seconds) of the CUDA kernels compiled in this process; empty: none.");
   m.def(
       "cuda_refusal",
       [](int index) {

@@ -1,4 +1,4 @@
-// Watch: are a model's modules and the memory of its parameters what they were? Asked before every update, for
+// Watch: detects that a model's modules or the memory of its parameters have changed. It runs before every update, over
 // thousands of parameters, so each costs nanoseconds.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -16,7 +16,7 @@ using namespace nb::literals;
 namespace shardow::python {
 namespace {
 
-/// Where a tensor lies, with which dtype, sizes and strides, as one number: equal where all of them are, different
+/// Returns a tensor's address, dtype, sizes and strides as one number: equal where all of them are, different
 /// otherwise, but for a chance of 2^-64.
 uint64_t mark_of(const nb::dlpack::dltensor& tensor) {
   uint64_t mark = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
@@ -29,19 +29,19 @@ uint64_t mark_of(const nb::dlpack::dltensor& tensor) {
   return mark;
 }
 
-/// The marks of tensors, whatever they are. Torch says where they lie through DLPack's exchange interface, which fills
-/// in a description without making any object.
+/// Computes the marks of all kinds of tensors. Torch describes a tensor through DLPack's exchange interface, which
+/// makes no object for it.
 class Marks {
  public:
-  /// `tensor`, `parameter`: torch's types, whose instances have memory of their own. `data_ptr` tells of tensors that
-  /// torch does not describe where they are, and no more.
+  /// `tensor`, `parameter`: torch's types, whose instances have their own memory. For tensors that torch does not
+  /// describe, the mark is the address from `data_ptr` alone.
   Marks(nb::type_object tensor, nb::type_object parameter)
       : tensor_(tensor), parameter_(parameter), data_ptr_(tensor.attr("data_ptr")) {
     const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
     if (capsule.is_none()) return;
-    const auto* found = static_cast<const DlpackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-    if (found == nullptr) nb::raise_python_error();
-    if (found->major_version == 1) dlpack_ = found;
+    const auto* api = static_cast<const DlpackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api == nullptr) nb::raise_python_error();
+    if (api->major_version == 1) dlpack_ = api;
   }
 
   uint64_t of(nb::handle tensor) const {
@@ -57,7 +57,7 @@ class Marks {
   }
 
  private:
-  /// Of DLPack's C exchange interface, version 1, what is used here.
+  /// The used part of DLPack's C exchange interface, version 1.
   struct DlpackApi {
     uint32_t major_version, minor_version;
     void *previous, *allocate, *from_object, *to_object;
@@ -92,7 +92,8 @@ class Watch {
     });
   }
 
-  // The modules hold the very objects that they held. Runs no Python code, so that nothing can change on the way.
+  // Returns whether the modules hold the same objects as before. It runs no Python code, so nothing can change
+  // meanwhile.
   bool tree_same() const {
     size_t at = 0;
     return each_child([&](nb::handle child) { return at < contents_.size() && contents_[at++].is(child); }) &&
@@ -104,13 +105,14 @@ class Watch {
     return visit([this](size_t i, uint64_t mark) { return recorded_[i] == mark; });
   }
 
-  // For Python's collector: what is in a module's __dict__ may hold this watch, as where a model holds its EMA.
-  int traverse(visitproc found, void* arg) const {
+  // Serves Python's garbage collector: objects in a module's __dict__ may hold this watch, as where a model holds its
+  // EMA.
+  int traverse(visitproc visitor, void* arg) const {
     for (const nb::dict& module : modules_)
-      if (const int stop = found(module.ptr(), arg); stop != 0) return stop;
+      if (const int stop = visitor(module.ptr(), arg); stop != 0) return stop;
     for (const std::vector<nb::object>* held : {&contents_, &tensors_})
       for (const nb::object& object : *held)
-        if (const int stop = found(object.ptr(), arg); stop != 0) return stop;
+        if (const int stop = visitor(object.ptr(), arg); stop != 0) return stop;
     return 0;
   }
 
@@ -121,7 +123,7 @@ class Watch {
   }
 
  private:
-  // When they are first of use: asking takes half a microsecond each.
+  // Gets the hints at the first check that uses them: each takes half a microsecond.
   void find_hints() {
     hinted_ = true;
     try {
@@ -129,12 +131,12 @@ class Watch {
       for (size_t i = 0; i < tensors_.size(); ++i)
         hints.push_back(nb::cast<std::pair<uintptr_t, uintptr_t>>(hint_(plain(i))));
       hints_ = std::move(hints);
-    } catch (const nb::python_error&) {  // a tensor that has become something else; memory_same() says so
+    } catch (const nb::python_error&) {  // a tensor has become something else, which memory_same() finds
     }
   }
 
-  // f(child) of all that the modules' dicts hold, until it returns false. Looks the dicts up, since a module may be
-  // given others: by unpickling, or by a Sequential that loses a member.
+  // Calls f(child) for all objects in the modules' dicts, until it returns false. Looks the dicts up each time, since a
+  // module may get new ones: by unpickling, or by a Sequential that loses a member.
   template <class F>
   bool each_child(F f) const {
     for (const nb::dict& module : modules_) {
@@ -150,7 +152,7 @@ class Watch {
     return true;
   }
 
-  // f(index, mark) of every tensor, until it returns false.
+  // Calls f(index, mark) for every tensor, until it returns false.
   template <class F>
   bool visit(F f) const {
     for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -162,9 +164,8 @@ class Watch {
 
   nb::object plain(size_t i) const { return i < num_whole_ ? tensors_[i] : tensors_[i].attr(local_); }
 
-  // After a step the tensors' objects are out of the caches, and each would be waited for, one pointer after the other:
-  // three quarters of the time of a check. Inlined by force: as a call, g++ takes it for a function without effect and
-  // drops it.
+  // Loads a tensor's objects into the caches, which a step has emptied of them. Waits for one pointer after the other
+  // would be three quarters of a check's time. Inlined by force: g++ drops a call of it as one without effect.
   [[gnu::always_inline]] void prefetch(size_t i) const {
     if (i >= hints_.size()) return;
     __builtin_prefetch(tensors_[i].ptr());
@@ -179,7 +180,7 @@ class Watch {
   static constexpr uintptr_t kTensorBytes = 256;   // torch's TensorImpl
   static constexpr uintptr_t kStorageBytes = 128;  // its StorageImpl
 
-  std::vector<nb::dict> modules_;  // what is in each one's __dict__
+  std::vector<nb::dict> modules_;  // each module's __dict__
   std::vector<nb::str> keys_;
   std::vector<nb::object> contents_;
   std::vector<nb::object> tensors_;  // whole ones first

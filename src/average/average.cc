@@ -1,4 +1,4 @@
-// The face of an Average: concurrent use is refused, then one of the four owners is called.
+// The public calls of Average: each refuses concurrent use, then calls one of the four members of Impl.
 #include "shardow/average.h"
 
 #include <algorithm>
@@ -150,7 +150,7 @@ void Average::forget_non_finite() noexcept {
 
 std::string Average::state() const {
   const auto use = impl_->use("state()");
-  stats();  // brings the count up to date
+  stats();  // reads what devices have counted
   return impl_->clock.to_json();
 }
 
@@ -160,7 +160,7 @@ void Average::set_state(std::string_view json, OptionsFrom options) {
   updater.wait();
   swap.refuse("set_state() while weights and averages are swapped");
   average::Clock next = clock.with(average::clock_from_json(json, clock.options), options, storage.other == nullptr);
-  updater.read_counts();  // a device's, of updates before: they are not the new counters'
+  updater.read_counts();  // of earlier updates on a device: they must not go into the new counters
   clock = std::move(next);
   updater.forget_non_finite();
 }
@@ -232,14 +232,14 @@ bool Average::swapped() const noexcept {
 Swapped::~Swapped() {
   try {
     ema_.swap_out();
-  } catch (...) {  // the swap is open, which the next call says
+  } catch (...) {  // the swap stays open, and the next call reports it
   }
 }
 
-UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> given,
+UpdateReport Average::Impl::update(std::optional<int64_t> step, double samples, std::span<const Factors> factors,
                                    average::Updater::Launch launch) {
   swap.refuse("update() while weights and averages are swapped would average the averages");
-  return updater.update(step, samples, given, launch);
+  return updater.update(step, samples, factors, launch);
 }
 
 void Average::Impl::set_stream(int index, void* stream) {

@@ -1,4 +1,4 @@
-// For tests of Average: tensors with memory of their own, the recursion written out, what a call throws.
+// Helpers of tests of Average: tensors that own their memory, the reference recursion, the error of a call.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ namespace shardow {
 
 inline constexpr int64_t kRows = 37, kColumns = 11;
 
-/// A float32 tensor with memory of its own, all of it held.
+/// A float32 tensor and the memory of the elements that its region holds.
 struct OwnTensor {
   std::vector<float> values;
   TensorView view;
@@ -41,7 +41,7 @@ inline std::vector<float> copy_of(const TensorView& view) {
   return {data, data + view.region.size()};
 }
 
-/// The lerp rule, one element at a time.
+/// Applies the lerp rule, one element at a time.
 inline void lerp(std::vector<float>& average, const std::vector<float>& parameter, double weight) {
   const auto w = static_cast<float>(weight);
   for (size_t i = 0; i < average.size(); ++i) {

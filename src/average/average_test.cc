@@ -1,5 +1,5 @@
-// What an update is, on host memory, with the reference recursion written out beside it, also where parameters' memory
-// moves between updates.
+// Updates in host memory are compared with the reference recursion, also where the parameters' memory moves between
+// updates.
 #include "shardow/average.h"
 
 #include "average/average_fixture.h"
@@ -188,15 +188,15 @@ TEST(Average, ABindThatFindsNoMemoryChangesNothing) {
     for (bool failed = true; failed; ++refused) {
       OwnTensor p("p", columns(), 1), moved("p", columns(), 2);
       Average ema(std::vector{p.view}, with_decay(decay)), straight(std::vector{p.view}, with_decay(decay));
-      const std::vector now{moved.view};
-      failed = base::fails_at_allocation(refused, [&] { ema.bind(now); });
+      const std::vector moved_views{moved.view};
+      failed = base::fails_at_allocation(refused, [&] { ema.bind(moved_views); });
       if (!failed) break;
       p.fill(3);
       EXPECT_TRUE(ema.update().applied) << refused;
       straight.update();
       EXPECT_EQ(copy_of(ema.views()[0]), copy_of(straight.views()[0])) << refused;
       EXPECT_NE(copy_of(ema.views()[0]), start.values) << refused;
-      ema.bind(now);
+      ema.bind(moved_views);
       moved.fill(4);
       p.values = moved.values;
       ema.update();

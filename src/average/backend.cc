@@ -1,5 +1,5 @@
-// The only file of the layer that tells devices apart. A table below a million elements is done before a second thread
-// would have woken.
+// The only file of the layer that distinguishes devices. One thread is done with a table below a million elements
+// before a second one would have woken.
 #include "average/backend.h"
 
 #include <algorithm>
@@ -61,7 +61,7 @@ class CudaBackend final : public Backend {
     return std::exchange(read_, {});
   }
 
-  /// The device has a copy of each.
+  /// Counts each table twice: the device has a copy.
   int64_t table_bytes() const noexcept override {
     return static_cast<int64_t>(2 * (chunks_.size() + pieces_.size()) * sizeof(Chunk) + cutter_.bytes());
   }
@@ -75,8 +75,8 @@ class CudaBackend final : public Backend {
 
   bool capturing() const override { return kernels::cuda::capturing(device_); }
 
-  /// Both tables: which of them a replay needs is known by then alone, and the other one's step has no averages. A
-  /// table can't be made here: a capture allows no allocation.
+  /// Captures both tables: only the replay's step decides which of them it needs, and the other's step then has no
+  /// averages. No table can be made here, since a capture allows no allocation.
   void capture(const Step& step) override {
     memory_->update(step);
     if (runs_) runs_->update(step);
@@ -121,7 +121,7 @@ class CudaBackend final : public Backend {
   RunCutter cutter_;
   bool captured_ = false, captured_runs_ = false;
   std::unique_ptr<kernels::cuda::Table> memory_, runs_;
-  NonFiniteCount read_;  // of one of them, where the other's could not be read
+  NonFiniteCount read_;  // what one table counted, where reading the other's count failed
 };
 
 bool on_cuda(const Device& device) {
@@ -138,7 +138,7 @@ std::unique_ptr<Backend> make_backend(Device device, std::span<const TensorView>
 
 namespace {
 
-/// fn(begin, count) for parts of `count` elements, on all threads where they are worth their wake. Cuts keep vectors
+/// Calls fn(begin, count) for parts of `count` elements, on all threads where waking them pays. Cuts keep vectors
 /// whole.
 template <typename Fn>
 void in_parts(int64_t count, base::ThreadPool& pool, const Fn& fn) noexcept {

@@ -1,5 +1,5 @@
-// Backend: where averages live and are computed beside their weights, one per device; offload.h is of those that live
-// elsewhere.
+// Backend: averages in the memory of their weights' device, one backend for each device. offload.h has averages in
+// other memory.
 #pragma once
 
 #include <memory>
@@ -14,60 +14,61 @@
 
 namespace shardow::average {
 
-/// The views of one device, bound and ready to be updated.
+/// The averages of one device, bound to its parameters and ready for updates.
 class Backend {
  public:
   virtual ~Backend() = default;
-  /// Makes what the first step that draws noise needs; later calls do nothing. Throws where memory is lacking.
+  /// Prepares for steps that draw noise; later calls do nothing. Throws where memory is lacking.
   virtual void prepare_noise() {}
-  /// One dispatch over every chunk. `by_runs`: the step draws noise, prepare_noise() came before. CPU: returns what it
-  /// met; CUDA: enqueues, and returns nothing yet.
+  /// Updates every chunk in one dispatch. `by_runs`: the step draws noise, prepare_noise() came before. On a CPU it
+  /// returns the NaN and Inf that it met; CUDA only enqueues the work and returns a count of zero.
   virtual NonFiniteCount update(const kernels::Step& step, bool by_runs) = 0;
-  /// Every average <- its parameter, converted, rounded to nearest even; each thread the part that it updates.
+  /// Copies the parameters into every average, converted, rounded to nearest even. Each thread writes the part that it
+  /// updates.
   virtual void copy_parameters() = 0;
-  /// What updates met since the last call of this; CUDA waits for it. Always empty on a CPU, whose update() has told
-  /// it.
+  /// Returns the NaN and Inf that updates met since the last call; CUDA waits for them. A CPU's count is always zero,
+  /// since its update() has returned it.
   virtual NonFiniteCount read_count() { return {}; }
-  /// Memory of the tables.
+  /// Returns the memory of the tables.
   virtual int64_t table_bytes() const noexcept = 0;
 
-  // What only CUDA has; a CPU's work is done when its call returns.
+  // Only CUDA needs the rest; a CPU's work is done when its call returns.
   virtual void set_stream(int /*index*/, void* /*stream*/) {
-  }  ///< of device `index`: what follows goes there, behind what came before
+  }  ///< of device `index`: later work goes to this stream, after all earlier work
   virtual bool capturing() const { return false; }  ///< update() would be captured into a graph
   virtual void capture(const kernels::Step& /*step*/) {
-  }  ///< launches that a replay repeats, with the step of the last prepare()
-  /// Throws where prepare() of such a step could not be done; nothing of the step has begun.
+  }  ///< captures launches that a replay repeats, with the step of the last prepare()
+  /// Throws where prepare() of such a step would fail. Nothing of the step has begun.
   virtual void check_prepare(bool /*by_runs*/) {}
-  /// In place of update() where the launch is a graph's, after check_prepare(). A step without averages, which kernels
-  /// don't take, is for a replay that is to do nothing.
+  /// Replaces update() where a graph launches, after check_prepare(). A step without averages, which kernels don't
+  /// take, makes the replay do nothing.
   virtual NonFiniteCount prepare(const kernels::Step& step, bool by_runs) {
     return step.num_averages > 0 ? update(step, by_runs) : NonFiniteCount{};
   }
 };
 
-/// How many threads are worth their wake for so many elements; `num_threads` 0: what the process is allowed.
+/// Returns how many threads to wake for `elements`; `num_threads` 0: as many as the process is allowed.
 int threads_for(int64_t elements, int num_threads);
 
-/// `averages[k][i]` belongs to `parameters[i]`, all on `device`. Work on a CPU is done by `pool`, which outlives the
-/// backend.
+/// Makes the backend of `device`, where all views are; `averages[k][i]` belongs to `parameters[i]`. `pool` does the
+/// work on a CPU, and outlives the backend.
 std::unique_ptr<Backend> make_backend(Device device, std::span<const TensorView> parameters,
                                       std::span<const std::vector<TensorView>> averages, base::ThreadPool& pool);
 
-/// to <- from, converted, rounded to nearest even. One device, equal sizes.
+/// Copies `from` to `to`, converted, rounded to nearest even. Both are on one device, and of equal size.
 void cast(const TensorView& from, const TensorView& to, base::ThreadPool& pool);
 
-/// How many like this parameter and its average, on one device, swap() takes at once.
+/// Returns how many parameters like this one, with averages like this one, a call of swap() takes on one device.
 size_t most_swapped(const TensorView& parameter, const TensorView& average);
 
 /// Exchanges parameters that kernels::swaps_in_place() with their averages, at most most_swapped() of them.
 void swap(std::span<const TensorView> parameters, std::span<const TensorView> averages, kernels::Direction direction,
           base::ThreadPool& pool);
 
-/// The host waits until a cast of the parameter has ended.
+/// Waits, on the host, until a cast of the parameter has ended.
 void finish(const TensorView& parameter);
 
-/// The same of `count` elements in host memory. Allocate nothing.
+/// Cast and swap `count` elements in host memory. They allocate nothing.
 void cast_on_host(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t count,
                   base::ThreadPool& pool) noexcept;
 void swap_on_host(std::byte* parameter, DType parameter_dtype, std::byte* average, DType average_dtype, int64_t count,

@@ -70,11 +70,11 @@ void check_memory(const TensorView& view) {
     fail(Code::kInvalidArgument, "'{}' has {} elements and no memory", view.name, view.region.size());
 }
 
-void check_shape(std::span<const TensorView> bound, std::span<const TensorView> now) {
-  if (now.size() != bound.size())
-    fail(Code::kInvalidArgument, "{} parameters; the averages were made for {}", now.size(), bound.size());
+void check_shape(std::span<const TensorView> bound, std::span<const TensorView> views) {
+  if (views.size() != bound.size())
+    fail(Code::kInvalidArgument, "{} parameters; the averages were made for {}", views.size(), bound.size());
   for (size_t i = 0; i < bound.size(); ++i) {
-    const TensorView &was = bound[i], &is = now[i];
+    const TensorView &was = bound[i], &is = views[i];
     if (is.name != was.name)
       fail(Code::kInvalidArgument, "parameter {} is '{}'; the averages were made with '{}' there", i, is.name,
            was.name);
@@ -192,29 +192,29 @@ void check_apart(std::span<const TensorView> parameters, std::span<const std::ve
   const auto comes_first = [](const Memory& a, const Memory& b) { return std::less<>()(a.begin, b.begin); };
   if (!std::is_sorted(all.begin(), all.end(), comes_first)) std::sort(all.begin(), all.end(), comes_first);
   for (size_t i = 1; i < all.size(); ++i) {
-    const Memory &one = all[i - 1], &other = all[i];
-    if (!std::less<>()(other.begin, one.end)) continue;
-    const auto said = [](const Memory& of) {
-      return of.average == 0 ? fmt::format("'{}'", *of.name)
-                             : fmt::format("average {} of '{}'", of.average - 1, *of.name);
+    const Memory &first = all[i - 1], &second = all[i];
+    if (!std::less<>()(second.begin, first.end)) continue;
+    const auto text_of = [](const Memory& memory) {
+      return memory.average == 0 ? fmt::format("'{}'", *memory.name)
+                                 : fmt::format("average {} of '{}'", memory.average - 1, *memory.name);
     };
     fail(Code::kInvalidArgument,
          "{} and {} share memory: {} bytes of the one lie in the other. Give each its own; of weights that are tied, "
          "average one and let the others follow it",
-         said(one), said(other), std::min(one.end, other.end) - other.begin);
+         text_of(first), text_of(second), std::min(first.end, second.end) - second.begin);
   }
 }
 
-void check_same(std::span<const TensorView> bound, std::span<const TensorView> now) {
-  check_shape(bound, now);
-  check_dtypes(bound, now, "made");
+void check_same(std::span<const TensorView> bound, std::span<const TensorView> views) {
+  check_shape(bound, views);
+  check_dtypes(bound, views, "made");
 }
 
-void check_dtypes(std::span<const TensorView> was, std::span<const TensorView> now, std::string_view done) {
-  for (size_t i = 0; i < was.size(); ++i) {
-    if (now[i].dtype == was[i].dtype) continue;
-    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were {}", now[i].name,
-         dtype_name(now[i].dtype), dtype_name(was[i].dtype), done);
+void check_dtypes(std::span<const TensorView> bound, std::span<const TensorView> views, std::string_view done) {
+  for (size_t i = 0; i < bound.size(); ++i) {
+    if (views[i].dtype == bound[i].dtype) continue;
+    fail(Code::kInvalidArgument, "'{}' is {}; it was {} when the averages were {}", views[i].name,
+         dtype_name(views[i].dtype), dtype_name(bound[i].dtype), done);
   }
 }
 

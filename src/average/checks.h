@@ -1,4 +1,5 @@
-// What an Average refuses, each with the name, the numbers and the way out, before anything has changed.
+// Checks of the arguments of an Average, made before anything changes. Each error has the name, the numbers and a
+// remedy.
 #pragma once
 
 #include <span>
@@ -9,34 +10,34 @@
 
 namespace shardow::average {
 
-/// `of_kernels`: by the engine's own, which round 16-bit averages stochastically alone.
+/// Checks `options`. `of_kernels`: the engine's kernels do the work, which round 16-bit averages only stochastically.
 void check_options(const AverageOptions& options, bool of_kernels);
 
-/// Names unique, dtypes averaged, memory there.
+/// Checks that names are unique, dtypes can be averaged, and views have memory.
 void check_parameters(std::span<const TensorView> parameters);
 void check_devices(std::span<const TensorView> parameters, const AverageOptions& options);
-/// `averages` are one average of each.
+/// Refuses averages on a device with options.overlap; `averages` has one average of each parameter.
 void check_overlap(std::span<const TensorView> parameters, std::span<const TensorView> averages,
                    const AverageOptions& options);
 
-/// Returns whether memory of both lies together; the host is one place.
+/// Returns whether both are the same device; the host is one.
 bool same_place(const Device& a, const Device& b);
 
-/// `averages` fit `parts`, the views that this rank averages.
+/// Checks that `averages` fit `parts`, the views that this rank averages.
 void check_averages(std::span<const TensorView> parts, std::span<const std::vector<TensorView>> averages,
                     const AverageOptions& options);
 
-/// No two of all these views share memory: what is written into one would be read as the other.
+/// Checks that no two of all these views share memory: a write into the first would change the second.
 void check_apart(std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages = {});
 
-/// `now` may differ from `bound` in addresses and streams alone.
-void check_same(std::span<const TensorView> bound, std::span<const TensorView> now);
+/// Checks that `views` differ from `bound` only in addresses and streams.
+void check_same(std::span<const TensorView> bound, std::span<const TensorView> views);
 
-/// `now` has the dtypes that `was` had when the averages were `done`.
-void check_dtypes(std::span<const TensorView> was, std::span<const TensorView> now, std::string_view done);
+/// Checks that `views` have the dtypes that `bound` had when the averages were `done`.
+void check_dtypes(std::span<const TensorView> bound, std::span<const TensorView> views, std::string_view done);
 
-/// `weights` have the names and regions of `bound`; dtypes may differ (a master copy is averaged, the weights are
-/// evaluated).
+/// Checks that `weights` have the names and regions of `bound`; dtypes may differ (master weights are averaged, the
+/// weights are evaluated).
 void check_swappable(std::span<const TensorView> bound, std::span<const TensorView> weights);
 
 }  // namespace shardow::average

@@ -16,7 +16,7 @@ namespace {
 
 using kernels::Chunk;
 
-/// True where elements are not the first ones of their tensor, one after another.
+/// Returns whether the elements are others than the first ones of their tensor, one after another.
 bool jumps(const Region& region) {
   RunCursor cursor(region);
   const std::optional<Run> first = cursor.next();
@@ -58,8 +58,8 @@ std::vector<Chunk> make_chunks(std::span<const TensorView> parameters,
   return chunks;
 }
 
-/// Pieces that are handed on together, so that a call of the kernel costs little for each. A place that last held a
-/// piece of the same chunk needs its addresses and counts alone.
+/// Collects pieces for one call of the kernel, which costs little for each then. A slot that last held a piece of the
+/// same chunk needs new addresses and counts only.
 class RunCutter::Batch {
  public:
   explicit Batch(const std::function<void(Pieces)>& fn) : fn_(fn) {}
@@ -73,7 +73,7 @@ class RunCutter::Batch {
         static_cast<size_t>(std::find(chunk.averages.begin(), chunk.averages.end(), nullptr) - chunk.averages.begin());
   }
 
-  /// Elements [begin, begin + count) of the chunk, the first of which has this global index.
+  /// Adds elements [begin, begin + count) of the chunk, the first of which has this global index.
   void add(int64_t begin, int64_t count, int64_t global) {
     Chunk& piece = pieces_[count_];
     if (of_[count_] != chunk_) {
@@ -101,7 +101,7 @@ class RunCutter::Batch {
   int64_t parameter_size_ = 0, average_size_ = 0;
   size_t num_averages_ = 0;
   std::array<Chunk, kPieces> pieces_;
-  std::array<const Chunk*, kPieces> of_{};  // of which chunk each place is a piece
+  std::array<const Chunk*, kPieces> of_{};  // the chunk of each piece
   size_t count_ = 0;
 };
 
@@ -131,8 +131,8 @@ void RunCutter::for_each(std::span<const Chunk> table, size_t begin, size_t end,
     while (view + 1 < firsts_.size() && firsts_[view + 1] <= c) ++view;
     batch.begin(table[c]);
     const int64_t local = static_cast<int64_t>(c - firsts_[view]) * chunk_elements_;
-    const Region here = regions_[view].window(local, local + table[c].count);
-    here.for_each_run([&](const Run& run) {
+    const Region region = regions_[view].window(local, local + table[c].count);
+    region.for_each_run([&](const Run& run) {
       for (int64_t done = 0; done < run.length;) {
         const int64_t global = run.global_begin + done;
         const int64_t count = std::min(run.length - done, (int64_t{1} << 32) - (global & 0xffffffff));

@@ -21,12 +21,13 @@ namespace shardow::average {
 /// evenly.
 inline constexpr int64_t kChunkElements = int64_t{64} * 1024;
 
-/// FNV-1a (Fowler, Noll, Vo): spreads names, so that equal positions of two tensors draw different noise.
+/// Returns the FNV-1a hash (Fowler, Noll, Vo), which spreads names, so that equal positions of two tensors draw
+/// different noise.
 uint64_t hash_name(std::string_view name);
 
-/// One table for `parameters` and their averages, cut for size alone; averages[k][i] belongs to parameters[i] and has
-/// its region. Chunk c of a view begins at its element c * chunk_elements; global_begin counts as if the view were the
-/// first elements of its tensor. `chunk_elements`: a power of two, at least 16.
+/// Makes one table for `parameters` and their averages, cut only for size; averages[k][i] belongs to parameters[i] and
+/// has its region. Chunk c of a view begins at its element c * chunk_elements; global_begin counts as if the view were
+/// the first elements of its tensor. `chunk_elements`: a power of two, at least 16.
 std::vector<kernels::Chunk> make_chunks(std::span<const TensorView> parameters,
                                         std::span<const std::vector<TensorView>> averages,
                                         int64_t chunk_elements = kChunkElements);
@@ -35,7 +36,7 @@ std::vector<kernels::Chunk> make_chunks(std::span<const TensorView> parameters,
 /// 104 bytes for each.
 class RunCutter {
  public:
-  /// Of the table that make_chunks() gave for `parameters`. Where no index jumps it keeps nothing, and chunks stay as
+  /// Cuts the table that make_chunks() made for `parameters`. Where no index jumps it keeps nothing, and chunks stay as
   /// they are.
   explicit RunCutter(std::span<const TensorView> parameters, int64_t chunk_elements = kChunkElements);
 
@@ -43,7 +44,7 @@ class RunCutter {
   size_t bytes() const noexcept;
 
   using Pieces = std::span<const kernels::Chunk>;
-  /// fn(pieces) for a few pieces at a time, in order, of chunks [begin, end) of `table`. Allocates nothing.
+  /// Calls fn(pieces) for a few pieces at a time, in order, of chunks [begin, end) of `table`. Allocates nothing.
   void for_each(std::span<const kernels::Chunk> table, size_t begin, size_t end,
                 const std::function<void(Pieces)>& fn) const;
 
@@ -55,18 +56,19 @@ class RunCutter {
   int64_t chunk_elements_;
 };
 
-/// The same pieces as a table of their own, for devices that cannot walk regions.
+/// Returns all these pieces as one table, for devices that cannot walk regions.
 std::vector<kernels::Chunk> make_runs(const RunCutter& cutter, std::span<const kernels::Chunk> table);
 
-/// Boundaries of `parts` contiguous shares of nearly equal elements: share i is chunks [result[i], result[i + 1]).
-/// The same chunks always give the same shares: an owner keeps its part of the averages in its cache.
+/// Returns the boundaries of `parts` contiguous shares of nearly equal elements: share i is chunks [result[i], result[i
+/// + 1]). The same chunks always give the same shares: an owner keeps its part of the averages in its cache.
 std::vector<size_t> partition(std::span<const kernels::Chunk> chunks, int parts);
 
-/// Bytes from one average's first byte to the next one's, for averages of `bytes` each (a multiple of 64) on a CPU.
+/// Returns the bytes from one average's first byte to the next one's, on a CPU. Each average has `bytes`, a multiple of
+/// 64.
 ///
 /// Streams whose addresses agree modulo 64 MiB, to within about 8 MiB, were measured to run at a third of the speed of
-/// others (docs/architecture.md), so large averages are spread evenly over that period. What lies between them is never
-/// touched: address space, not memory.
+/// others (docs/architecture.md), so large averages are spread evenly over that period. The gaps are never
+/// touched: they cost address space, not memory.
 int64_t arena_stride(int64_t bytes, int num_averages);
 
 }  // namespace shardow::average

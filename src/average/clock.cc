@@ -54,7 +54,7 @@ Form form_of(const AverageOptions& options, double weight) {
   return stochastic && weight > 0 ? Form::kStochastic : form;
 }
 
-/// Reads fields of one JSON object; each must be there, of its type and in range.
+/// Reads fields of one JSON object; each must be present, of its type and in range.
 class Fields {
  public:
   explicit Fields(std::string_view json) : json_(json) {
@@ -74,9 +74,9 @@ class Fields {
 
   template <typename Value, size_t kCount>
   Value one_of(std::string_view key, const std::array<std::string_view, kCount>& names) const {
-    const auto found = std::find(names.begin(), names.end(), get<std::string_view>(key, "a string"));
-    if (found == names.end()) bad(key, "a name that this version knows");
-    return static_cast<Value>(found - names.begin());
+    const auto name = std::find(names.begin(), names.end(), get<std::string_view>(key, "a string"));
+    if (name == names.end()) bad(key, "a name that this version knows");
+    return static_cast<Value>(name - names.begin());
   }
 
   uint64_t seed(std::string_view key) const {
@@ -96,8 +96,8 @@ class Fields {
 
   std::vector<Schedule> schedules(std::string_view key) const {
     std::vector<Schedule> result;
-    for (const simdjson::dom::element one : get<simdjson::dom::array>(key, "an array"))
-      result.push_back(Schedule::from_json(simdjson::minify(one)));
+    for (const simdjson::dom::element schedule : get<simdjson::dom::array>(key, "an array"))
+      result.push_back(Schedule::from_json(simdjson::minify(schedule)));
     return result;
   }
 
@@ -118,7 +118,7 @@ class Fields {
   std::string_view json_;
 };
 
-/// What next_step() and the schedules take for granted: a step that is not counted yet would never come, or come twice.
+/// Checks what Clock::next() and the schedules assume: with other counters a step would never come, or come twice.
 void check(const Counters& counters, std::string_view json) {
   if (counters.applied_step > counters.step) {
     fail(Code::kCorrupt, "saved state: applied_step {} is after step {} in {}", counters.applied_step, counters.step,
@@ -133,7 +133,7 @@ void check(const Counters& counters, std::string_view json) {
   }
 }
 
-/// Where both are Schedule::settable(): their decays are then what set_decay() made of them, and no option.
+/// Copies schedules where both are Schedule::settable(): set_decay() made their decays, which are state and no option.
 void take_settable(const std::vector<Schedule>& from, std::vector<Schedule>& into) {
   for (size_t k = 0; k < std::min(from.size(), into.size()); ++k) {
     if (Schedules::is_settable(from[k]) && Schedules::is_settable(into[k])) into[k] = from[k];
@@ -169,7 +169,7 @@ Progress Clock::progress(int64_t step, double samples) const noexcept {
           samples - counters.applied_samples};
 }
 
-kernels::Step Clock::plan(int64_t step, double samples, std::span<const Factors> given) const {
+kernels::Step Clock::plan(int64_t step, double samples, std::span<const Factors> factors) const {
   kernels::Step planned{};
   planned.num_averages = static_cast<int32_t>(options.schedules.size());
   planned.hold = options.non_finite != NonFinite::kPropagate;
@@ -179,7 +179,7 @@ kernels::Step Clock::plan(int64_t step, double samples, std::span<const Factors>
     if (copies_at(step)) {
       planned.averages[k] = {Form::kCopy, 0, 1};
     } else {
-      const auto [decay, weight] = given.empty() ? options.schedules[k].factors(progress(step, samples)) : given[k];
+      const auto [decay, weight] = factors.empty() ? options.schedules[k].factors(progress(step, samples)) : factors[k];
       planned.averages[k] = {form_of(options, weight), decay, weight};
     }
   }
@@ -188,8 +188,8 @@ kernels::Step Clock::plan(int64_t step, double samples, std::span<const Factors>
 
 bool Clock::draws_noise(const kernels::Step& step) const noexcept {
   const bool narrow = dtype_bits(options.dtype) == 16;
-  const auto draws = [&](const kernels::Step::One& one) {
-    return one.form == Form::kStochastic || (narrow && one.form == Form::kLerp);
+  const auto draws = [&](const kernels::Step::One& average) {
+    return average.form == Form::kStochastic || (narrow && average.form == Form::kLerp);
   };
   return std::any_of(step.averages.begin(), step.averages.begin() + step.num_averages, draws);
 }
@@ -222,7 +222,7 @@ Clock Clock::with(const Clock& saved, OptionsFrom from, bool of_kernels) const {
          saved.options.schedules.size(), options.schedules.size());
   }
   Clock made{saved.counters, from == OptionsFrom::kFile ? saved.options : options};
-  made.options.dtype = options.dtype;  // that of memory
+  made.options.dtype = options.dtype;  // the memory's
   if (from == OptionsFrom::kOwn) return (take_settable(saved.options.schedules, made.options.schedules), made);
   try {
     check_options(made.options, of_kernels);
@@ -288,12 +288,12 @@ std::vector<OptionDifference> differences(const AverageOptions& file, const Aver
   for (auto& [name, text] : named(file)) of_file[name] = std::move(text);
   AverageOptions compared = own;
   take_settable(file.schedules, compared.schedules);
-  std::vector<OptionDifference> found;
+  std::vector<OptionDifference> result;
   for (auto& [name, text] : named(compared)) {
     if (const auto other = of_file.find(name); other != of_file.end() && other->second != text)
-      found.push_back({name, other->second, std::move(text)});
+      result.push_back({name, other->second, std::move(text)});
   }
-  return found;
+  return result;
 }
 
 }  // namespace shardow::average

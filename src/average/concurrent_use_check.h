@@ -1,6 +1,6 @@
 // Detects that two threads use an Average at a time, and fails; it does not block. Threads that only read figures wait
-// for each other and for the user, and the user for them. An exchange of one word, no lock; the release at the end
-// orders what one thread did before what the next one does.
+// for each other and for the user, and the user for them. Threads exchange one word and take no lock; the release at
+// the end orders a thread's work before the next thread's.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ class ConcurrentUseCheck {
  public:
   explicit ConcurrentUseCheck(std::string whose) : whose_(std::move(whose)) {}
 
-  /// Frees the user at its end, where it is the outermost of its thread.
+  /// Releases the check at its end, where it is the outermost of its thread.
   class Hold {
    public:
     Hold(const Hold&) = delete;
@@ -32,13 +32,13 @@ class ConcurrentUseCheck {
     const void* const user_;  // before
   };
 
-  /// While it lives its thread reads figures, which no thread writes meanwhile.
+  /// A thread that reads figures, which no thread writes while this lives.
   class Look : Hold {
    public:
     explicit Look(ConcurrentUseCheck& guard) : Hold(guard, &reading_, &mark_) {}
   };
 
-  /// While it lives its thread is the user; calls within calls are the same use.
+  /// A thread that is the user while this lives; calls within calls are the same use.
   class Use : Hold {
    public:
     Use(ConcurrentUseCheck& guard, const char* call) : Hold(guard, &mark_, nullptr) {
@@ -51,8 +51,8 @@ class ConcurrentUseCheck {
   };
 
  private:
-  /// Nothing where `mark` is put in place of nothing; else what is there. Waits for readers to end; a reader waits for
-  /// every user but its `own` thread.
+  /// Returns null where `mark` has replaced null, else the mark that stays. Waits for readers to end; a reader waits
+  /// for every user but its `own` thread.
   const void* claim(const void* mark, const void* own) {
     for (;;) {
       const void* user = nullptr;

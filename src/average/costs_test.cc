@@ -1,6 +1,6 @@
-// What an update costs beside its kernel, counted: nothing. Locks are counted where they are taken, in
-// pthread_mutex_lock(), but under sanitizers, which have their own. Names are longer than what a string keeps in
-// itself, so that a copy of one is an allocation.
+// An update costs nothing beside its kernel: no allocation and no lock. Locks are counted in pthread_mutex_lock(), but
+// not under sanitizers, which replace it. Names are longer than what a string keeps in itself, so that a copy of one is
+// an allocation.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -42,7 +42,7 @@ struct Model {
     for (int i = 0; i < 2000; ++i)
       owned.emplace_back("model.blocks." + std::to_string(i) + ".attention.weight",
                          Shape{large && i == 7 ? 3'000'000 : 16}, 1u);
-    for (const OwnTensor& one : owned) views.push_back(one.view);
+    for (const OwnTensor& tensor : owned) views.push_back(tensor.view);
   }
 };
 
@@ -82,7 +82,7 @@ TEST(Costs, OfAnUpdateAreThoseOfTheKernelAfterTheFirst) {
   }
 }
 
-/// Whatever it computes: rules, dtypes, schedules, steps that are skipped, what is held.
+/// Covers rules, dtypes, schedules, skipped steps and elements that are held.
 TEST(Costs, OfAnUpdateAreThoseOfTheKernelWithEveryOption) {
   std::vector<AverageOptions> all;
   for (const Rule rule :
@@ -105,7 +105,7 @@ TEST(Costs, OfAnUpdateAreThoseOfTheKernelWithEveryOption) {
   for (int i = 0; i < 5; ++i)
     owned.emplace_back("model.blocks." + std::to_string(i) + ".attention.weight", columns(), 1u);
   owned[2].values[0] = std::numeric_limits<float>::infinity();
-  for (const OwnTensor& one : owned) views.push_back(one.view);
+  for (const OwnTensor& tensor : owned) views.push_back(tensor.view);
   for (const AverageOptions& options : all) {
     const bool raises = options.non_finite == NonFinite::kRaise;
     if (raises) owned[2].values[0] = 0;

@@ -1,4 +1,4 @@
-// The same numbers on any threads, in any floating-point environment, for any topology.
+// Averages are the same on any number of threads, in any floating-point environment, for any topology.
 #include <cfenv>
 #include <functional>
 #include <limits>
@@ -29,14 +29,15 @@ TEST(Average, TheSameWithOneThreadOrMany) {
   for (const auto& result : results) EXPECT_EQ(result, results[0]);
 }
 
-/// Weights of every magnitude, subnormal ones too; as many as several threads share.
+/// Returns weights of every magnitude, subnormal ones too, so many that several threads share them.
 std::vector<float> of_every_magnitude(uint32_t seed) {
   OwnTensor p("p", {1, 1 << 20}, seed);
   for (size_t i = 0; i < p.values.size(); ++i) p.values[i] = std::ldexp(p.values[i], -static_cast<int>(i % 150));
   return p.values;
 }
 
-/// What construction, an update, swaps and their ways back leave in the floating-point environment that `set` makes.
+/// Returns the weights inside each swap and after it, following construction and an update, all in the floating-point
+/// environment that `set` makes.
 std::vector<std::vector<float>> numbers_after(const std::function<void()>& set, int num_threads, DType dtype) {
   static const std::vector<float> start = of_every_magnitude(1), later = of_every_magnitude(2);
   std::vector<float> values = start;
@@ -89,7 +90,7 @@ TEST(Average, TheEnvironmentOfTheCallerIsBackAfterwards) {
   std::fesetround(FE_TONEAREST);
 }
 
-/// The union of the averages of `count` ranks under a cut, as one global tensor.
+/// Returns the averages of ranks that hold `regions`, as one global tensor.
 std::vector<float> averaged_globally(const Shape& shape, const std::vector<Region>& regions,
                                      const std::vector<float>& before, const std::vector<float>& after,
                                      AverageOptions options) {
@@ -185,10 +186,10 @@ TEST(Average, NoiseIsOfTheElementInLargeShardsOnManyThreads) {
   scatter();
   all.update();
   some.update();
-  const std::vector<float> expected = copy_of(all.views()[0]), found = copy_of(some.views()[0]);
+  const std::vector<float> expected = copy_of(all.views()[0]), shard = copy_of(some.views()[0]);
   bool equal = true;
   part.for_each_run([&](const shardow::Run& run) {
-    equal = equal && std::equal(found.begin() + run.local_begin, found.begin() + run.local_begin + run.length,
+    equal = equal && std::equal(shard.begin() + run.local_begin, shard.begin() + run.local_begin + run.length,
                                 expected.begin() + run.global_begin);
   });
   EXPECT_TRUE(equal);

@@ -11,7 +11,8 @@ using kernels::Chunk;
 
 namespace {
 
-/// Of one pass after the other: a thread that has just worked need not be woken.
+/// Parts with fewer elements have one thread. Passes follow one another, so that a thread which has just worked need
+/// not be woken.
 constexpr int64_t kSerialPassElements = 1 << 18;
 
 }  // namespace
@@ -32,7 +33,7 @@ HostTable::HostTable(std::vector<Chunk> chunks, RunCutter runs, size_t num_avera
   }
 }
 
-/// fn(thread, block) for every block, on all threads.
+/// Calls fn(thread, block) for every block, on all threads.
 template <typename Fn>
 void HostTable::for_each_block(size_t part, const Fn& fn) {
   WorkShares& shares = parts_[part];

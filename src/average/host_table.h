@@ -1,4 +1,5 @@
-// A chunk table on the host, gone through by threads: of weights that live there, or of a ring through which they come.
+// HostTable: a chunk table that threads of the host work through. Its weights are in host memory, or come through a
+// ring.
 #pragma once
 
 #include <cstddef>
@@ -13,11 +14,11 @@
 
 namespace shardow::average {
 
-/// Parameter elements that were NaN or Inf.
+/// Counts parameter elements that were NaN or Inf.
 struct alignas(64) NonFiniteCount {
   int64_t elements = 0;
   uint64_t tensor = 0;  ///< hash_name() of the first that has one, if any
-  size_t block = 0;     ///< where it was met: the first of all is the same whichever thread took which block
+  size_t block = 0;     ///< its block, so that the first of all does not depend on which thread took which block
 
   void add(const NonFiniteCount& more) {
     if (more.elements > 0 && (elements == 0 || more.block < block)) {
@@ -33,14 +34,14 @@ struct alignas(64) NonFiniteCount {
 
 class HostTable {
  public:
-  /// `begins`: the first chunk of each part that is gone through in one call, divided among the threads where they are
-  /// worth it. `pool` outlives it.
+  /// Takes the parts that calls go through, by the first chunk of each in `begins`. Threads divide a part where waking
+  /// them pays. `pool` outlives it.
   HostTable(std::vector<kernels::Chunk> chunks, RunCutter runs, size_t num_averages, base::ThreadPool& pool,
             std::span<const size_t> begins);
 
-  /// Allocates nothing.
+  /// Updates the averages of a part. Allocates nothing.
   NonFiniteCount update(size_t part, const kernels::Step& step, bool by_runs);
-  /// Every average <- its parameter, converted, rounded to nearest even.
+  /// Copies the parameters into every average, converted, rounded to nearest even.
   void copy_parameters(size_t part);
 
   int64_t bytes() const noexcept;

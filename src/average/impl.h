@@ -1,4 +1,4 @@
-// The inside of an Average: four owners, each of its own state.
+// The implementation of Average: clock, storage, updater and swap, each of which owns its state.
 #pragma once
 
 #include <memory>
@@ -23,24 +23,25 @@ struct Average::Impl {
   average::Updater updater;
   average::Swap swap;
 
-  /// First in each call of the face that reads or writes what another call may write.
+  /// Begins each public call that reads or writes what another call may write.
   [[nodiscard]] average::ConcurrentUseCheck::Use use(const char* call) const { return {user, call}; }
 
   [[nodiscard]] average::ConcurrentUseCheck::Look look() const { return average::ConcurrentUseCheck::Look(user); }
 
-  UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {},
+  UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> factors = {},
                       average::Updater::Launch launch = average::Updater::Launch::kNow);
   void set_stream(int index, void* stream);
   void reset();
   void restart();  ///< reset(), at step 0, with nothing counted or noted; options stay
 };
 
-/// The inside of an Average, for faces whose framework moves replicas' memory, frees weights as it likes and looks on
-/// without waiting: Python's.
+/// Gives access to the implementation. Python needs it: its framework moves replicas' memory, frees weights as it
+/// likes, and reads figures without waiting.
 struct average::Inside {
   static Average::Impl& of(const Average& average) noexcept { return *average.impl_; }
 
-  /// Takes views that the caller needs no more, of which a million are 100 MB. `other` works on those that are kOther.
+  /// Makes an Average of views that the caller needs no more: a million are 100 MB. `other` works on those that are
+  /// kOther.
   static Average make(std::vector<TensorView> weights, std::vector<std::vector<TensorView>> averages,
                       AverageOptions options, std::shared_ptr<OtherMemory> other) {
     return {std::move(weights), std::move(averages), std::move(options), std::move(other)};

@@ -1,5 +1,5 @@
-// The logarithm of a product of decays, over as many steps as were skipped, in time that grows with the logarithm of
-// their number.
+// Computes the logarithm of the product of the decays of skipped steps, in time that grows with the logarithm of their
+// number.
 //
 // A schedule's log-decay is monotone in the step: constant where it is clamped, at either end, and smooth between. Few
 // steps are added one by one. Of many, constant ends are multiplied; what varies is added one by one near its ends,
@@ -47,8 +47,8 @@ double panel(double from, double to, Term term) {
   return half * sum;
 }
 
-/// The integral from `from` to `to`, both at least `margin` away from what is steep: panels grow from both ends to the
-/// middle.
+/// Returns the integral from `from` to `to`, both at least `margin` away from what is steep: panels grow from both ends
+/// to the middle.
 template <typename Term>
 double integral(double from, double to, double margin, Term term) {
   const double middle = (from + to) / 2;
@@ -60,7 +60,7 @@ double integral(double from, double to, double margin, Term term) {
   return sum;
 }
 
-/// Where term stops being term(first): the first n > first with another value, or last + 1.
+/// Returns the first n > first at which term has another value than at first, or last + 1.
 template <typename Term>
 int64_t end_of_constant(int64_t first, int64_t last, Term term) {
   const double value = term(static_cast<double>(first));
@@ -74,8 +74,8 @@ int64_t end_of_constant(int64_t first, int64_t last, Term term) {
 
 }  // namespace log_sum
 
-/// term(first) + ... + term(last); any value below -800 where the sum is below -800. `term` maps a step, as a double,
-/// to the logarithm of its decay, which is at most 0.
+/// Returns term(first) + ... + term(last); any value below -800 where the sum is below -800. `term` maps a step, as a
+/// double, to the logarithm of its decay, which is at most 0.
 template <typename Term>
 double sum_of_logs(int64_t first, int64_t last, Term term) {
   using namespace log_sum;

@@ -1,5 +1,5 @@
-// What a program gets wrong beside single arguments: memory that is shared, threads that meet, replicas that disagree,
-// a swap that nobody ends. Run under the sanitizers too.
+// Mistakes of programs that no single argument shows: memory that is shared, threads that meet, replicas that disagree,
+// a swap that is never ended. The tests run under the sanitizers too.
 #include <atomic>
 #include <functional>
 #include <latch>
@@ -104,7 +104,7 @@ TEST(Mistakes, TwoThreadsAtOnceAreToldSoWhicheverCallTheyMake) {
     begun.count_down();
     for (bool waited = false; !waited;) {
       try {
-        ema.wait();  // in the call until the update is let go
+        ema.wait();  // returns when the update may go on
         waited = true;
       } catch (const Error&) {  // it met the other thread's call
       }
@@ -127,7 +127,7 @@ TEST(Mistakes, TwoThreadsAtOnceAreToldSoWhicheverCallTheyMake) {
       [&] { average::Inside::of(ema).restart(); },
       [&] { ema.non_finite(); },
   };
-  // The other thread may not have come to its call yet: a bind() of what is bound does no harm, and tells.
+  // The other thread may not have come to its call yet. A bind() of the bound views shows when, and changes nothing.
   for (bool met = false; !met;) {
     std::this_thread::yield();
     try {
@@ -156,10 +156,10 @@ TEST(Mistakes, ThreadsThatTakeTurnsAreFine) {
   EXPECT_EQ(ema.stats().updates, 3);
 }
 
-/// What each of two replicas is told, where `of` makes one of them differ.
-std::vector<std::string> told_to_replicas(const std::function<void(Group&, Average&)>& call, bool turned = false) {
+/// Returns each replica's error where `call` makes two replicas differ, or where rank 1 has its views `turned`.
+std::vector<std::string> errors_of_replicas(const std::function<void(Group&, Average&)>& call, bool turned = false) {
   auto groups = threads(2);
-  std::vector<std::string> said(2);
+  std::vector<std::string> messages(2);
   std::vector<std::jthread> ranks;
   for (auto& group : groups) {
     ranks.emplace_back([&] {
@@ -172,32 +172,33 @@ std::vector<std::string> told_to_replicas(const std::function<void(Group&, Avera
       try {
         call(*group, ema);
       } catch (const Error& error) {
-        said[static_cast<size_t>(group->rank())] = error.what();
+        messages[static_cast<size_t>(group->rank())] = error.what();
       }
       EXPECT_FALSE(ema.swapped());
       EXPECT_EQ(p.values, before);
     });
   }
-  return ranks.clear(), said;
+  return ranks.clear(), messages;
 }
 
 TEST(Mistakes, ReplicasThatDisagreeAreToldSoBeforeAnythingIsExchanged) {
-  const auto all_say = [](const std::vector<std::string>& said, const char* what) {
-    for (const std::string& one : said) EXPECT_NE(one.find(what), std::string::npos) << what << ": " << one;
+  const auto all_say = [](const std::vector<std::string>& messages, const char* what) {
+    for (const std::string& message : messages)
+      EXPECT_NE(message.find(what), std::string::npos) << what << ": " << message;
   };
-  all_say(told_to_replicas([](Group& group, Average& ema) { ema.swap_in(static_cast<size_t>(group.rank())); }),
+  all_say(errors_of_replicas([](Group& group, Average& ema) { ema.swap_in(static_cast<size_t>(group.rank())); }),
           "the average that is swapped in is 0 on rank 0 and 1 on rank 1");
-  all_say(told_to_replicas([](Group& group, Average& ema) {
+  all_say(errors_of_replicas([](Group& group, Average& ema) {
             if (group.rank() == 1) ema.update();
             ema.swap_in();
           }),
           "the number of updates of the averages is 0 on rank 0 and 1 on rank 1; call update() on every rank");
-  all_say(told_to_replicas([](Group&, Average& ema) { ema.swap_in(); }, true),
+  all_say(errors_of_replicas([](Group&, Average& ema) { ema.swap_in(); }, true),
           "view 0 is 'p', F32 of [37] on rank 0 and 'q', F32 of [11] on rank 1; give all of AverageOptions.replicas "
           "the same");
-  all_say(told_to_replicas([](Group& group, Average& ema) { ema.swap_in(group.rank() == 1 ? 7 : 0); }),
+  all_say(errors_of_replicas([](Group& group, Average& ema) { ema.swap_in(group.rank() == 1 ? 7 : 0); }),
           "swap_in(7): there are 2 averages");
-  all_say(told_to_replicas([](Group&, Average& ema) {
+  all_say(errors_of_replicas([](Group&, Average& ema) {
             ema.swap_in(1);
             ema.swap_out();
           }),

@@ -1,4 +1,4 @@
-// NaN and Inf in the parameters: held, counted, raised, and told with the tensor's name.
+// NaN and Inf in the parameters are held, counted, raised, and reported with the tensor's name.
 #include <limits>
 #include <memory>
 
@@ -75,11 +75,11 @@ TEST(Average, ThatRaisesHasMadeAndCountedTheUpdateThatHoldMakes) {
     if (bad) q.values[7] = std::numeric_limits<float>::quiet_NaN();
     holds.update();
     if (bad) {
-      const std::string said = message_of([&] { raises.update(); }, Code::kInvalidArgument);
-      EXPECT_NE(said.find("step 1: 1 elements of the parameters are NaN or Inf, the first in 'second'"),
+      const std::string message = message_of([&] { raises.update(); }, Code::kInvalidArgument);
+      EXPECT_NE(message.find("step 1: 1 elements of the parameters are NaN or Inf, the first in 'second'"),
                 std::string::npos)
-          << said;
-      EXPECT_NE(said.find("which is counted: go on with the next step"), std::string::npos) << said;
+          << message;
+      EXPECT_NE(message.find("which is counted: go on with the next step"), std::string::npos) << message;
       EXPECT_EQ(raises.non_finite()->tensor, "second");
     } else {
       raises.update();

@@ -22,7 +22,7 @@ size_t bytes_of(const Chunk& chunk) {
   return static_cast<size_t>(byte_size(chunk.parameter_dtype, chunk.count));
 }
 
-/// A power of two, such that any chunk fits a slot.
+/// Returns a power of two, such that any chunk fits a slot.
 int64_t chunk_elements_for(size_t slot_bytes) {
   constexpr size_t kLargest = 8;  // bytes of an element
   return std::clamp(static_cast<int64_t>(std::bit_floor(slot_bytes / kLargest)), kLeastChunkElements, kChunkElements);
@@ -37,8 +37,8 @@ size_t whole_ring_bytes(std::span<const TensorView> parameters) {
   return bytes;
 }
 
-/// Leads chunks through slots of `slot_bytes`, and makes the copies that bring them there: of neighbours in one
-/// allocation of the device's memory one together. Returns the first chunk of each block.
+/// Assigns chunks to slots of `slot_bytes`, and makes the copies that bring them there: one copy for neighbours in one
+/// allocation of the device's memory. Returns the first chunk of each block.
 std::vector<size_t> Offload::lay_out(std::span<Chunk> chunks, size_t slot_bytes) {
   std::vector<size_t> chunk_begins;
   size_t used = slot_bytes;  // of the block's slot; full, so that the first chunk begins a block

@@ -22,24 +22,24 @@ inline bool is_offloaded(const TensorView& parameter, const TensorView& average)
   return parameter.device.kind == Device::Kind::kCuda && average.device.kind == Device::Kind::kCpu;
 }
 
-/// Bytes of a ring that holds all of `parameters` at once.
+/// Returns the bytes of a ring that holds all of `parameters` at once.
 size_t whole_ring_bytes(std::span<const TensorView> parameters);
 
 class Offload {
  public:
-  /// `averages[k][i]`, on the host, belongs to `parameters[i]`, all on `device`. Work is done by `pool`, which outlives
-  /// this.
+  /// Plans the copies. `averages[k][i]`, on the host, belongs to `parameters[i]`, on `device`. `pool` does the work,
+  /// and outlives this.
   Offload(Device device, std::span<const TensorView> parameters, std::span<const std::vector<TensorView>> averages,
           std::shared_ptr<Ring> ring, base::ThreadPool& pool);
 
-  // An update: begin() by the owner; then fetch() until fetched(), and next() until done(), by one thread, which may be
-  // another one. What throws has changed nothing; stop() then makes it ready for fetch() again.
-  void begin();   ///< it averages what the weights are when the stream has come to here
+  // An update: the owner calls begin(); one thread, maybe another, then calls fetch() until fetched(), and next() until
+  // done(). A call that throws has changed nothing; stop() then makes the offload ready for fetch() again.
+  void begin();   ///< the update reads the weights as they are when the stream has come to this point
   void fetch();   ///< begins copies as long as slots are free
-  void arrive();  ///< until the copies begun so far have ended
+  void arrive();  ///< waits until the copies begun so far have ended
   NonFiniteCount next(const kernels::Step& step,
                       bool by_runs);  ///< averages the next block, when its copies have ended
-  void stop() noexcept;               ///< until no copy is on its way; those not averaged are to be fetched again
+  void stop() noexcept;               ///< waits until no copy is on its way; blocks not averaged must be fetched again
   bool fits() const noexcept { return blocks_.size() <= 1; }  ///< all weights fit the ring
   bool fetched() const noexcept { return fetched_ == blocks_.size(); }
   bool done() const noexcept { return averaged_ == blocks_.size(); }
@@ -47,15 +47,15 @@ class Offload {
   size_t averaged() const noexcept { return averaged_; }  ///< blocks
   int64_t bytes() const noexcept { return bytes_; }       ///< that updates have copied, since the start
 
-  /// When fetched(), on any thread: what the weights' stream is given from here on waits for the last copy, on the
-  /// device.
+  /// Makes later work of the weights' stream wait for the last copy, on the device. Any thread may call it when
+  /// fetched().
   void release_weights();
 
-  /// Every average <- its parameter, converted, rounded to nearest even. Where it throws, some may have been written.
+  /// Copies the parameters into every average, converted, rounded to nearest even. If it throws, some may be written.
   void copy_parameters();
 
   void set_stream(int index,
-                  void* stream);  ///< of device `index`: what the weights' stream is given from here on goes there
+                  void* stream);  ///< of device `index`: the weights' later work goes to this stream
   bool capturing() const;
   int64_t table_bytes() const noexcept;
   const std::shared_ptr<Ring>& ring() const noexcept { return ring_; }

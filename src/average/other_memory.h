@@ -1,4 +1,4 @@
-// Weights and averages that the engine has no kernels for, on any device: the owner of the memory does the work.
+// OtherMemory: weights and averages on devices for which the engine has no kernels. Their owner does the work.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ inline bool is_other(const TensorView& view) {
   return view.device.kind == kOther;
 }
 
-/// Finds its memory by the views' names. What throws in a swap may be called again.
+/// Finds its memory by the views' names. A call that throws in a swap may be repeated.
 class OtherMemory {
  public:
   virtual ~OtherMemory() = default;
@@ -26,7 +26,7 @@ class OtherMemory {
   virtual void keep(const TensorView& weights) = 0;
   virtual void show(const TensorView& weights, size_t k) = 0;
   virtual void put_back(const TensorView& weights) = 0;
-  virtual void forget() = 0;  ///< what was kept: all are back
+  virtual void forget() = 0;  ///< drops the kept weights, which are all back
 };
 
 }  // namespace shardow::average

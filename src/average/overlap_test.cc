@@ -1,4 +1,4 @@
-// Overlapped updates give what updates give that are waited for, whatever is called in between.
+// Overlapped updates and updates that are waited for give the same averages, whatever is called in between.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -27,7 +27,7 @@ struct Training {
 
   std::vector<TensorView> views() const { return {first.view, second.view}; }
 
-  /// What an optimizer does, who waits.
+  /// Waits for the averages, then changes the weights as an optimizer does.
   void step(uint32_t seed) {
     average.wait();
     first.fill(seed);
@@ -42,11 +42,11 @@ struct Training {
   }
 
   std::vector<std::vector<float>> everything() {
-    std::vector<std::vector<float>> found = {first.values, second.values};
+    std::vector<std::vector<float>> values = {first.values, second.values};
     for (size_t k = 0; k < average.size(); ++k) {
-      for (const TensorView& view : average.views(k)) found.push_back(copy_of(view));
+      for (const TensorView& view : average.views(k)) values.push_back(copy_of(view));
     }
-    return found;
+    return values;
   }
 };
 
@@ -61,7 +61,7 @@ AverageOptions options_of(std::mt19937& random) {
   return options;
 }
 
-/// The same call of both.
+/// Makes the call that `what` selects.
 void call(Training& training, uint32_t what, uint32_t seed) {
   Average& average = training.average;
   switch (what % 9) {
@@ -94,7 +94,7 @@ TEST(Overlap, GivesWhatUpdatesGiveThatAreWaitedFor) {
   }
 }
 
-/// Work in the background waits until it is let go.
+/// Holds work in the background until let_go().
 class Held {
  public:
   Held() {
@@ -168,9 +168,10 @@ TEST(Overlap, TellsWhatIsNotFiniteAtTheNextCallAndLosesNoUpdate) {
   training.step(7);
   training.first.values[3] = std::numeric_limits<float>::quiet_NaN();
   training.average.update();
-  const std::string said = message_of([&] { training.average.update(); }, Code::kInvalidArgument);
-  EXPECT_NE(said.find("step 1: 1 elements of the parameters are NaN or Inf, the first in 'first'"), std::string::npos)
-      << said;
+  const std::string message = message_of([&] { training.average.update(); }, Code::kInvalidArgument);
+  EXPECT_NE(message.find("step 1: 1 elements of the parameters are NaN or Inf, the first in 'first'"),
+            std::string::npos)
+      << message;
   EXPECT_NE(message_of([&] { training.average.wait(); }, Code::kInvalidArgument).find("step 2"), std::string::npos);
   training.average.wait();
   EXPECT_EQ(training.average.stats().updates, 2);
@@ -203,7 +204,7 @@ TEST(Overlap, AForkFindsWholeAveragesAndGoesOn) {
   GTEST_SKIP() << "ThreadSanitizer does not follow threads started after fork()";
 #endif
   Training training(overlapped(0.5)), waiting(with_decay(0.5));
-  for (Training* one : {&training, &waiting}) one->step(7);
+  for (Training* twin : {&training, &waiting}) twin->step(7);
   waiting.average.update();
   training.average.update();
   const pid_t child = fork();
@@ -220,10 +221,10 @@ TEST(Overlap, AForkFindsWholeAveragesAndGoesOn) {
 }
 
 TEST(Overlap, IsRefusedForADevicesViews) {
-  OwnTensor one("one", {4}, 1);
-  one.view.device = {Device::Kind::kCuda, 0, nullptr};
-  const std::string said = message_of([&] { Average({&one.view, 1}, overlapped(0.5)); }, Code::kUnsupported);
-  EXPECT_NE(said.find("'one' is on a device"), std::string::npos) << said;
+  OwnTensor tensor("p", {4}, 1);
+  tensor.view.device = {Device::Kind::kCuda, 0, nullptr};
+  const std::string message = message_of([&] { Average({&tensor.view, 1}, overlapped(0.5)); }, Code::kUnsupported);
+  EXPECT_NE(message.find("'p' is on a device"), std::string::npos) << message;
 }
 
 }  // namespace

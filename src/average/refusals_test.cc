@@ -1,4 +1,4 @@
-// Wrong use is a typed error with the numbers and the way out, before anything changes.
+// Wrong use is a typed error with the numbers and a remedy, before anything changes.
 #include <functional>
 #include <limits>
 
@@ -98,11 +98,11 @@ TEST(Average, ReplicasOnADeviceAreRefusedByNameBeforeTheDeviceIsAsked) {
   std::vector<float> memory(4);
   const TensorView view{"on.device", DType::kF32, Region::whole({4}), memory.data(), {Device::Kind::kCuda, 0, nullptr}};
   const auto group = solo();
-  const std::string said =
+  const std::string message =
       message_of([&] { Average(std::vector{view}, {.replicas = group.get()}); }, Code::kUnsupported);
-  EXPECT_NE(said.find("'on.device' is on CUDA device 0: AverageOptions.replicas moves host memory alone; divide"),
+  EXPECT_NE(message.find("'on.device' is on CUDA device 0: AverageOptions.replicas moves host memory alone; divide"),
             std::string::npos)
-      << said;
+      << message;
 }
 
 TEST(Average, CudaViewsAreRefusedWhereNoDeviceAnswers) {
@@ -110,7 +110,7 @@ TEST(Average, CudaViewsAreRefusedWhereNoDeviceAnswers) {
   const TensorView view{"p", DType::kF32, Region::whole({4}), nullptr, {Device::Kind::kCuda, 0, nullptr}};
   std::vector<float> memory(4);
   TensorView somewhere = view;
-  somewhere.data = memory.data();  // never read: the device is asked first
+  somewhere.data = memory.data();  // never read: the check for a device comes first
   message_of([&] { Average(std::vector{somewhere}); }, Code::kUnsupported);
 }
 

@@ -11,7 +11,7 @@
 namespace shardow::average {
 namespace {
 
-constexpr size_t kMostBytes = size_t{32} << 20;  // of a message: what arrives needs memory until all of it is there
+constexpr size_t kMostBytes = size_t{32} << 20;  // of a message, which needs memory until all of it has arrived
 
 }  // namespace
 
@@ -55,7 +55,7 @@ std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, i
   return parts;
 }
 
-/// Small parts share a message, since the latency of a collective is that of a hundred of them.
+/// Packs small parts into one message, since a collective's latency is the time of a hundred of them.
 ReplicaExchange::ReplicaExchange(const Group& replicas, std::span<const TensorView> views) {
   size_t most = 0;
   for (int owner = 0; owner < replicas.size(); ++owner) {

@@ -12,10 +12,10 @@
 
 namespace shardow::average {
 
-/// How many updates a rank has made of its part of the averages.
+/// Returns the number of updates that a rank has made of its part of the averages, for a comparison of ranks.
 group::Fact updates_fact(int64_t updates);
 
-/// What replicas must have equal before they overwrite each other's memory.
+/// Returns what must be equal on all replicas before they overwrite each other's memory.
 group::Facts swap_facts(size_t k, int64_t updates, std::span<const TensorView> views);
 
 /// This rank's place in a group of ranks that hold the same elements.
@@ -29,16 +29,16 @@ struct Owned {
   int64_t begin;
 };
 
-/// The part of `region` that this rank owns: all of it where there are no levels. Groups nest: each level divides what
+/// Returns the part of `region` that this rank owns: all of it without levels. Groups nest: each level divides what
 /// the level before it left to this rank. Parts are cut as Region::part() cuts them; the ranks' parts cover the region
 /// exactly once. Throws kInvalidArgument for an index outside its count.
 Owned owned(const Region& region, std::span<const ReplicaLevel> levels);
 
-/// What member `index` of `count` averages of each view: its region and memory.
+/// Returns the part of each view that member `index` of `count` averages, with its region and memory.
 std::vector<TensorView> parts_of(std::span<const TensorView> views, int index, int count);
 
-/// How replicas copy their parts of views into each other's memory, the host's. Takes all the memory for it when it is
-/// made, so that what fails in run() is a round, which fails for all.
+/// Copies replicas' parts of views into each other's host memory. Its constructor allocates all memory, so that only a
+/// round can fail in run(), which fails for all.
 class ReplicaExchange {
  public:
   ReplicaExchange(const Group& replicas, std::span<const TensorView> views);

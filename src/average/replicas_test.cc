@@ -19,8 +19,8 @@ using oracle::pick;
 using oracle::Random;
 using Levels = std::vector<average::ReplicaLevel>;
 
-/// Every rank's levels, of groups that nest: 2 and 3 are (0, 0), (0, 1), (0, 2), (1, 0), ...
-std::vector<Levels> everybody(const std::vector<int>& counts) {
+/// Returns every rank's levels in groups that nest: counts 2 and 3 give (0, 0), (0, 1), (0, 2), (1, 0), ...
+std::vector<Levels> levels_of_ranks(const std::vector<int>& counts) {
   std::vector<Levels> ranks{{}};
   for (const int count : counts) {
     std::vector<Levels> next;
@@ -47,7 +47,7 @@ TEST(Replicas, OwnEveryElementOnce) {
     const Region held = oracle::random_sample(random, i % 2 == 0).region;
     const std::vector<int64_t> elements = oracle::elements(held);
     std::vector<int64_t> joined;
-    for (const Levels& levels : everybody(random_counts(random))) {
+    for (const Levels& levels : levels_of_ranks(random_counts(random))) {
       const auto [region, begin] = average::owned(held, levels);
       EXPECT_EQ(begin, static_cast<int64_t>(joined.size()));
       const auto part = oracle::elements(region);
@@ -116,8 +116,8 @@ class Failing final : public group::Ranks {
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return kRanks; }
   void begin(std::string_view call, std::chrono::milliseconds timeout) override { alive().begin(call, timeout); }
-  std::vector<std::string> all_gather(std::string_view mine, Deadline deadline) override {
-    return alive().all_gather(mine, deadline);
+  std::vector<std::string> all_gather(std::string_view own, Deadline deadline) override {
+    return alive().all_gather(own, deadline);
   }
   Met decide(std::string_view own, const Decide& decide, Deadline deadline) override {
     return alive().decide(own, decide, deadline);
@@ -126,9 +126,9 @@ class Failing final : public group::Ranks {
   void recv(std::span<std::byte> bytes, int from, Deadline deadline) override { alive().recv(bytes, from, deadline); }
 
   void broadcast(std::span<std::byte> bytes, int root, Deadline deadline) override {
-    const int now = broadcasts_++;
-    if (now == first_ && failures_ == kDies) inner_.reset();
-    const bool fails = now >= first_ && now < first_ + failures_;
+    const int index = broadcasts_++;
+    if (index == first_ && failures_ == kDies) inner_.reset();
+    const bool fails = index >= first_ && index < first_ + failures_;
     alive().broadcast(fails ? bytes.first(bytes.size() - 1) : bytes, root, deadline);
   }
   int broadcasts() const { return broadcasts_; }
@@ -141,7 +141,7 @@ class Failing final : public group::Ranks {
   int broadcasts_ = 0;
 };
 
-/// A rank's weights of two dtypes, the one kept aside in a swap, and averages that are others.
+/// A rank's weights of two dtypes, one of them kept aside in a swap, and averages that differ from them.
 struct Replica {
   std::vector<float> f32 = std::vector<float>(100), f16 = std::vector<float>(24);
   Average ema;
@@ -158,7 +158,7 @@ struct Replica {
   std::vector<std::vector<float>> averages() const { return {copy_of(ema.views()[0]), copy_of(ema.views()[1])}; }
 };
 
-/// body(group, replica, which) on every rank, of which the last one fails.
+/// Calls body(group, replica) on every rank, of which the last one fails.
 void on_ranks(int first, int failures, const std::function<void(Failing&, Replica&)>& body) {
   auto groups = threads(kRanks);
   std::vector<std::jthread> ranks;

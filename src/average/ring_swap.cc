@@ -31,7 +31,7 @@ RingSwap::RingSwap(std::shared_ptr<Ring> ring, std::span<const TensorView> weigh
   }
 }
 
-/// One way through the blocks.
+/// A pass through the blocks, in one direction.
 class RingSwap::Pass {
  public:
   Pass(const RingSwap& swap, const Tensors& tensors, base::ThreadPool& pool)
@@ -39,7 +39,7 @@ class RingSwap::Pass {
     if (!swap_.blocks_.empty()) swap_.ring_->follow(tensors.weights[swap_.first_].device.stream);
   }
 
-  /// What the device's memory holds, to the slot; weights that are kept aside need no way back.
+  /// Copies the device's memory to the slot. On the way back, averages that were only copied there are not fetched.
   void fetch(size_t block, Direction direction) {
     each_piece(block, [&](const Piece& piece, std::byte* slot) {
       if (direction == Direction::kIn || in_place(piece)) swap_.ring_->copy(slot, weight(piece), bytes(piece));
@@ -53,13 +53,13 @@ class RingSwap::Pass {
     swap_.ring_->mark(block);
   }
 
-  /// Until what fetch() or write() began last for the block has ended.
+  /// Waits for the copies that fetch() or write() began last for the block.
   void wait(size_t block) {
     swap_.ring_->wait(block);
     if (swap_seam != nullptr) swap_seam();
   }
 
-  /// kIn: the slot receives averages. kOut: it receives weights, and all else is as before kIn.
+  /// Puts averages into the slot with kIn. With kOut it puts weights there, and all else is as before kIn.
   void exchange(size_t block, Direction direction) noexcept {
     each_piece(block, [&](const Piece& piece, std::byte* slot) {
       const DType own = tensors_.weights[piece.view].dtype, of_average = tensors_.averages[piece.view].dtype;
@@ -72,7 +72,7 @@ class RingSwap::Pass {
     });
   }
 
-  /// Nothing is on its way any more, however that ended.
+  /// Waits until all copies have ended, well or not.
   void stop() noexcept { swap_.ring_->drain(); }
 
  private:
@@ -84,7 +84,7 @@ class RingSwap::Pass {
     return kernels::swaps_in_place(tensors_.weights[piece.view].dtype, tensors_.averages[piece.view].dtype);
   }
 
-  /// fn(piece, where it lies in the slot).
+  /// Calls fn(piece, its address in the slot) for each piece of the block.
   template <typename Fn>
   void each_piece(size_t block, const Fn& fn) const {
     for (size_t i = swap_.blocks_[block].first; i < swap_.blocks_[block].end; ++i) {
@@ -122,11 +122,10 @@ void RingSwap::in(const Tensors& tensors, base::ThreadPool& pool) {
 }
 
 void RingSwap::out(const Tensors& tensors, base::ThreadPool& pool) {
-  if (done_ == 0 && unwritten_ == 0) return;  // asks nothing of a device that may be lost
+  if (done_ == 0 && unwritten_ == 0) return;  // makes no call to a device that may be lost
   Pass pass(*this, tensors, pool);
-  size_t back = done_,
-         written = done_ +
-                   unwritten_;  // blocks from `back` on have weights on the host's side, from `written` on the device's
+  // Blocks from `back` on have weights on the host's side, blocks from `written` on in the device's memory.
+  size_t back = done_, written = done_ + unwritten_;
   try {
     for (size_t block = done_; block < done_ + unwritten_; ++block) pass.write(block);
     for (size_t block = done_ + unwritten_; block-- > done_;) {

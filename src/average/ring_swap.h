@@ -1,13 +1,12 @@
-// RingSwap: weights on a device exchanged with averages on the host, through the ring, with no second copy on either
+// RingSwap exchanges weights on a device with averages on the host, through the ring, with no second copy on either
 // side where dtypes allow that.
 //
 // Blocks of weights come to a slot of the ring, are exchanged there with their averages, and go back; while one is
 // exchanged, the one before goes back and the next one comes. Invariants between two calls:
-//   blocks [0, done_)                of the device's memory hold averages
-//   blocks [done_, done_ + unwritten_)  the host's side is as it was, the weights lie in the blocks' slots, and what
-//   the device's memory
-//                                    holds is not known: a copy to it has failed
-//   the others                       hold weights
+//   blocks [0, done_)                   hold averages in the device's memory
+//   blocks [done_, done_ + unwritten_)  have their weights in their slots, and their averages on the host. A copy
+//                                       failed, so what they hold in the device's memory is not known
+//   all other blocks                    hold weights
 #pragma once
 
 #include <cstddef>
@@ -35,12 +34,12 @@ class RingSwap {
     std::span<const kernels::Memory> kept;
   };
 
-  /// Of weights[first] to weights[end - 1], all on the ring's device.
+  /// Plans the swap of weights[first] to weights[end - 1], all on the ring's device.
   RingSwap(std::shared_ptr<Ring> ring, std::span<const TensorView> weights, size_t first, size_t end);
 
-  /// Averages to the weights' memory. The host waits until they are there. Where it throws, out() is the way back.
+  /// Puts the averages into the weights' memory, and waits until they are there. Where it throws, out() undoes it.
   void in(const Tensors& tensors, base::ThreadPool& pool);
-  /// Weights back, from whatever point; where it throws it can be called again.
+  /// Puts the weights back, from whatever point; where it throws it can be called again.
   void out(const Tensors& tensors, base::ThreadPool& pool);
 
  private:

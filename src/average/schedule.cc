@@ -40,7 +40,7 @@ void check(const Kind& kind, const Parameter& parameter, double value) {
   }
 }
 
-/// 0 for -0, which is equal to it.
+/// Returns the number as text; -0 is 0, which is equal to it.
 std::string text_of(double number) {
   return fmt::format("{}", number + 0.0);
 }
@@ -56,10 +56,10 @@ Schedule average::Schedules::make(std::string_view kind, const Numbers& numbers)
   const Kind& known = average::schedule_table()[row];
   std::vector<double> values;
   for (const Parameter& parameter : known.parameters) {
-    const auto given = numbers.find(parameter.name);
-    if (given == numbers.end() && std::isnan(parameter.otherwise))
+    const auto number = numbers.find(parameter.name);
+    if (number == numbers.end() && std::isnan(parameter.otherwise))
       fail(Code::kInvalidArgument, "schedule {} needs {}", kind, parameter.name);
-    values.push_back(given == numbers.end() ? parameter.otherwise : given->second);
+    values.push_back(number == numbers.end() ? parameter.otherwise : number->second);
     check(known, parameter, values.back());
     if (known.rising && values.size() > 1 && values.back() < values.end()[-2]) {
       fail(Code::kInvalidArgument, "schedule {}: {} is {}, below {}, which is {}", kind, parameter.name, values.back(),
@@ -107,9 +107,9 @@ std::string Schedule::key() const {
 
 Schedule Schedule::from_json(std::string_view json) {
   simdjson::dom::parser parser;
-  const auto found = base::object_in(parser, json);
-  if (!found) corrupt(json, "no JSON object");
-  const simdjson::dom::object& object = *found;
+  const auto parsed = base::object_in(parser, json);
+  if (!parsed) corrupt(json, "no JSON object");
+  const simdjson::dom::object& object = *parsed;
   std::string_view kind;
   if (object["kind"].get(kind) != simdjson::SUCCESS) corrupt(json, "no \"kind\"");
   Schedules::Numbers numbers;

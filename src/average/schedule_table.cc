@@ -105,7 +105,7 @@ double ema_pytorch(In x, double n) {
   return m <= 0 ? 0.0 : std::min(std::max(crowson(m, x[2], x[3]), x[4]), x[0]);
 }
 
-/// 0 at step 1, 1 from step `steps` on.
+/// Returns 0 at step 1, and 1 from step `steps` on.
 double ramp(double n, double steps) {
   return steps <= 1 ? 1 : std::min(1.0, (n - 1) / (steps - 1));
 }
@@ -123,7 +123,7 @@ Factors mean(In, const Progress& progress) {
   return {1 - 1 / count, 1 / count};
 }
 
-/// How many updates came before in the window follows from the distance between them: nothing has to be remembered.
+/// Computes the number of earlier updates in the window from the distance between them, so that no state is needed.
 Factors window(In x, const Progress& progress) {
   const auto n = static_cast<double>(progress.step);
   if (n < x[0]) return {0, 1};
@@ -150,7 +150,7 @@ Factors debiased(In x, const Progress& progress) {
 
 }  // namespace
 
-/// Newton's method from above on a polynomial that is convex there, so that it falls to the largest root.
+/// Applies Newton's method from above to a polynomial that is convex there, so that it falls to the largest root.
 double power_gamma(double sigma_rel) {
   const double s = 1 / (sigma_rel * sigma_rel);
   double g = std::max(s, 4.0);

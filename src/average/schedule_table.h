@@ -1,4 +1,4 @@
-// The table of schedules: a row is all there is to a kind.
+// The table of schedules: each row defines a kind.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace shardow::average {
 
-/// What a number may be; all ranges are inclusive, and whole numbers are checked as such.
+/// Limits a number; both ends are included, and whole numbers are checked as such.
 struct Range {
   double least, most;
   bool whole = false;
@@ -39,13 +39,13 @@ struct Kind {
   bool rising = false;    ///< no number may be below the one before
   bool settable = false;  ///< its number is state, which set_decay() changes; key() lacks it
 
-  /// Returns those of an update: a formula of steps gives the product of the decays since the last update.
+  /// Returns an update's factors: a formula of steps gives the product of the decays since the last update.
   Factors factors(std::span<const double> numbers, const Progress& progress) const;
 };
 
 std::span<const Kind> schedule_table();
 
-/// Any schedule by the name of its kind, as in JSON; numbers that are left out have their defaults.
+/// Makes any schedule by the name of its kind, as in JSON; numbers that are left out have their defaults.
 struct [[gnu::visibility("hidden")]] Schedules {
   using Numbers = std::map<std::string, double, std::less<>>;
   static Schedule make(std::string_view kind, const Numbers& numbers);
@@ -53,7 +53,7 @@ struct [[gnu::visibility("hidden")]] Schedules {
   static bool is_settable(const Schedule& schedule);
 };
 
-/// gamma of the power function with this relative width.
+/// Returns gamma of the power function with this relative width.
 double power_gamma(double sigma_rel);
 
 }  // namespace shardow::average

@@ -1,4 +1,4 @@
-// Formulas at their edges, and JSON. python/tests/schedules runs upstream projects' own code beside them.
+// Formulas at their edges, and JSON. python/tests/schedules compares them with the code of the upstream projects.
 #include "shardow/schedule.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ Code code_of(const std::function<void()>& fn) {
   return Code::kInternal;
 }
 
-/// A valid schedule of every kind, numbers away from their defaults where the ranges allow.
+/// Returns a valid schedule of every kind, numbers away from their defaults where the ranges allow.
 std::vector<Schedule> one_of_each() {
   std::vector<Schedule> all;
   for (const average::Kind& kind : average::schedule_table()) {
@@ -93,7 +93,7 @@ TEST(Schedule, MoreStepsThanThereWereAreAsManyAsThereWere) {
   EXPECT_EQ(Schedule::debiased(0.99).factors({.step = 1, .delta = 97}).weight, 1);
 }
 
-/// ln of the decay over the last `delta` of `step` steps, added one by one, with what each addition lost.
+/// Returns ln of the decay over the last `delta` of `step` steps, added one by one, with what each addition lost.
 double log_of_steps(const Schedule& schedule, int64_t step, int64_t delta) {
   double sum = 0, lost = 0;
   for (int64_t n = step - delta + 1; n <= step && sum > -40; ++n) {

@@ -1,4 +1,4 @@
-// Going on from a saved state: bit-identically, with the file's options or with others, or not at all.
+// Averages that take a saved state go on bit-identically, with the file's options or with others, or refuse it.
 #include <limits>
 
 #include "average/average_fixture.h"
@@ -49,18 +49,18 @@ TEST(Average, AStateThatFindsNoMemoryChangesNothing) {
 }
 
 TEST(Average, GoesOnWithTheOptionsOfTheFileOrItsOwn) {
-  const AverageOptions theirs{.schedules = {Schedule::constant(0.99999)},
-                              .rule = Rule::kLerp,
-                              .rounding = Rounding::kStochastic,
-                              .update_every = 2,
-                              .start_step = 1,
-                              .seed = 9};
-  const AverageOptions ours{
+  const AverageOptions saved_options{.schedules = {Schedule::constant(0.99999)},
+                                     .rule = Rule::kLerp,
+                                     .rounding = Rounding::kStochastic,
+                                     .update_every = 2,
+                                     .start_step = 1,
+                                     .seed = 9};
+  const AverageOptions own_options{
       .schedules = {Schedule::half_life(10)}, .rule = Rule::kMulAdd, .rounding = Rounding::kNearest, .seed = 3};
   for (const OptionsFrom from : {OptionsFrom::kFile, OptionsFrom::kOwn}) {
     OwnTensor p("p", columns(), 1);
-    Average saved(std::vector{p.view}, theirs), resumed(std::vector{p.view}, ours);
-    Average straight(std::vector{p.view}, from == OptionsFrom::kFile ? theirs : ours);
+    Average saved(std::vector{p.view}, saved_options), resumed(std::vector{p.view}, own_options);
+    Average straight(std::vector{p.view}, from == OptionsFrom::kFile ? saved_options : own_options);
     saved.update(4);
     straight.update(4);
     std::copy_n(static_cast<float*>(saved.views()[0].data), columns().size(),
@@ -83,7 +83,7 @@ TEST(Average, TellsWhichOptionsDifferFromAState) {
   Average own(std::vector{p.view},
               {.schedules = {Schedule::constant(0.9), Schedule::power(0.1)}, .dtype = DType::kF64, .update_every = 3});
   std::vector<std::string> names;
-  for (const OptionDifference& one : own.differences(two.state())) names.push_back(one.name);
+  for (const OptionDifference& difference : own.differences(two.state())) names.push_back(difference.name);
   EXPECT_EQ(names, (std::vector<std::string>{"schedule/1", "rule", "update_every", "seed", "dtype"}));
   EXPECT_EQ(own.differences(two.state())[2].file, "1");
   EXPECT_EQ(own.differences(two.state())[2].own, "3");
@@ -138,7 +138,7 @@ TEST(Average, TellsTheNextStepsDecaysAndSamples) {
   EXPECT_EQ(samples.decays(), std::vector<double>{0.5});
 }
 
-/// The example of AverageOptions, and that progress() is what the next update's schedules are given.
+/// Tests the example of AverageOptions, and that progress() is what the next update's schedules get.
 TEST(Average, CopiesUpToStartStepAndAveragesEveryNthStepByTheProductOfDecays) {
   OwnTensor p("p", {kRows}, 1);
   Average ema(std::vector{p.view},
@@ -184,11 +184,11 @@ TEST(Average, RestartsAsNewlyMade) {
 
 TEST(Average, RefusesAStateThatDoesNotFit) {
   OwnTensor p("p", {kRows}, 1);
-  Average one(std::vector{p.view}),
-      two(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::constant(0.99)}});
-  message_of([&] { one.set_state(two.state()); }, Code::kInvalidArgument);
-  message_of([&] { one.set_state("{}"); }, Code::kCorrupt);
-  message_of([&] { one.set_state("not json"); }, Code::kCorrupt);
+  Average single(std::vector{p.view}),
+      pair(std::vector{p.view}, {.schedules = {Schedule::constant(0.9), Schedule::constant(0.99)}});
+  message_of([&] { single.set_state(pair.state()); }, Code::kInvalidArgument);
+  message_of([&] { single.set_state("{}"); }, Code::kCorrupt);
+  message_of([&] { single.set_state("not json"); }, Code::kCorrupt);
 }
 
 }  // namespace

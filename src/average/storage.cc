@@ -1,4 +1,4 @@
-// Everything that could fail or allocate happens here, before an update.
+// Everything that can fail or allocate happens in this file, before an update.
 #include "average/storage.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ using base::fail;
 
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kPeriod = int64_t{64} << 20;
-constexpr int64_t kCached = int64_t{1} << 20;  // bytes: smaller averages stay in caches, where none of this was seen
+constexpr int64_t kCached = int64_t{1} << 20;  // bytes: smaller averages stay in caches, where this was not seen
 
 /// Views that are averaged together: parameters on one device, and where their averages are.
 struct Place {
@@ -28,15 +28,15 @@ struct Place {
   std::vector<std::vector<TensorView>> averages = {};  // [k], parallel to parameters
 };
 
-/// Devices come first: they refuse a replay before the host, which does its part at once, has changed anything.
+/// Returns devices first: they refuse a replay before the host, which does its part at once, has changed anything.
 std::vector<Place> places_of(std::span<const TensorView> parameters,
                              std::span<const std::vector<TensorView>> averages) {
   std::vector<Place> places;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Device& device = parameters[i].device;
     const bool offloaded = is_offloaded(parameters[i], averages[0][i]);
-    auto place = std::find_if(places.begin(), places.end(), [&](const Place& one) {
-      return same_place(one.device, device) && one.offloaded == offloaded;
+    auto place = std::find_if(places.begin(), places.end(), [&](const Place& candidate) {
+      return same_place(candidate.device, device) && candidate.offloaded == offloaded;
     });
     if (place == places.end()) {
       place = places.insert(place, {device, offloaded});
@@ -73,19 +73,19 @@ Storage::Storage(std::vector<TensorView> parameters, const AverageOptions& chose
   pool = std::make_unique<base::ThreadPool>(threads_for(elements, options.num_threads));
 }
 
-void Storage::take(std::vector<std::vector<TensorView>> given) {
-  check_averages(parts, given, options);
-  check_apart(whole(), given);
-  averages = std::move(given);
+void Storage::take(std::vector<std::vector<TensorView>> views) {
+  check_averages(parts, views, options);
+  check_apart(whole(), views);
+  averages = std::move(views);
   bound = make_bound(parts);
 }
 
 void Storage::bind(std::span<const TensorView> parameters) {
-  std::vector<TensorView> divided = divide(parameters), now;
-  if (options.replicas != nullptr) now.assign(parameters.begin(), parameters.end());
+  std::vector<TensorView> divided = divide(parameters), copied;
+  if (options.replicas != nullptr) copied.assign(parameters.begin(), parameters.end());
   Bound made = make_bound(divided);
   for (const auto& offload : bound.offloads) offload_bytes_before_ += offload->bytes();
-  undivided.swap(now);
+  undivided.swap(copied);
   parts.swap(divided);
   std::swap(bound, made);
 }
@@ -95,7 +95,7 @@ std::vector<TensorView> Storage::divide(std::span<const TensorView> views) const
   return parts_of(views, options.replicas->rank(), options.replicas->size());
 }
 
-/// One arena for all averages of all parameters, each starting at a multiple of 64 bytes.
+/// Allocates one arena for all averages of all parameters, each starting at a multiple of 64 bytes.
 void Storage::allocate() {
   check_overlap(parts, parts, options);
   const Device device = parts.empty() ? Device{} : parts[0].device;
@@ -158,9 +158,9 @@ Storage::Bound Storage::make_bound(std::span<const TensorView> views) {
 }
 
 std::shared_ptr<Ring> Storage::ring_of(int index) const {
-  const auto found = std::find_if(bound.offloads.begin(), bound.offloads.end(),
-                                  [&](const auto& one) { return one->device().index == index; });
-  return found == bound.offloads.end() ? nullptr : (*found)->ring();
+  const auto offload = std::find_if(bound.offloads.begin(), bound.offloads.end(),
+                                    [&](const auto& candidate) { return candidate->device().index == index; });
+  return offload == bound.offloads.end() ? nullptr : (*offload)->ring();
 }
 
 void Storage::copy_parameters() {
@@ -174,7 +174,7 @@ int64_t Storage::offload_bytes() const noexcept {
 }
 
 int64_t Storage::table_bytes() const noexcept {
-  const auto add = [](int64_t sum, const auto& one) { return sum + one->table_bytes(); };
+  const auto add = [](int64_t sum, const auto& averager) { return sum + averager->table_bytes(); };
   const int64_t beside = std::accumulate(bound.backends.begin(), bound.backends.end(), int64_t{0}, add);
   return std::accumulate(bound.offloads.begin(), bound.offloads.end(), beside, add);
 }
@@ -194,7 +194,7 @@ void Storage::set_stream(int index, void* stream) {
 }
 
 bool Storage::capturing() const {
-  const auto captures = [](const auto& one) { return one->capturing(); };
+  const auto captures = [](const auto& averager) { return averager->capturing(); };
   return std::any_of(bound.backends.begin(), bound.backends.end(), captures) ||
          std::any_of(bound.offloads.begin(), bound.offloads.end(), captures);
 }

@@ -1,5 +1,5 @@
-// Storage: the memory that an Average works on (this rank's parts of the parameters, and the averages), what goes
-// through it on each device, and the CUDA streams that this follows.
+// Storage: the memory that an Average works on (this rank's parts of the parameters, and the averages), what averages
+// it on each device, and the CUDA streams that this work follows.
 #pragma once
 
 #include <cstdint>
@@ -19,31 +19,31 @@ namespace shardow::average {
 /// Invariants: parts and averages[k] are parallel and have equal regions; undivided is parallel to parts, and empty
 /// without replicas.
 struct Storage {
-  /// `chosen` outlives this; what of them decides memory does not change. Refuses what can't be averaged.
+  /// Refuses parameters that can't be averaged. `chosen` outlives this; its options that decide memory don't change.
   Storage(std::vector<TensorView> parameters, const AverageOptions& chosen, std::shared_ptr<OtherMemory> others);
 
   const AverageOptions& options;
-  std::vector<TensorView> parts;                  // what this rank averages of the parameters as bound
+  std::vector<TensorView> parts;                  // this rank's parts of the parameters as bound
   std::vector<TensorView> undivided;              // the parameters, where replicas divide them
   std::vector<std::vector<TensorView>> averages;  // [k][parameter]
-  kernels::Memory arena;                          // of the averages, where they are our own
-  std::shared_ptr<OtherMemory> other;             // where kernels reach neither parameters nor averages
+  kernels::Memory arena;                          // of the averages, where the engine allocates them
+  std::shared_ptr<OtherMemory> other;             // does the work where kernels reach neither parameters nor averages
   int64_t elements = 0;                           // of one average
   int64_t bytes_per_update = 0;
-  std::unique_ptr<base::ThreadPool> pool;             // of all work on a CPU but updates in the background; never null
-  std::unique_ptr<base::ThreadPool> background_pool;  // null where nothing is done in the background
+  std::unique_ptr<base::ThreadPool> pool;             // for all work on a CPU but updates in the background; never null
+  std::unique_ptr<base::ThreadPool> background_pool;  // null without work in the background
 
-  /// What averages, of the views as bound: those whose averages lie beside them, and those whose averages are on the
-  /// host.
+  /// Averagers of the views as bound: backends where averages lie beside their parameters, offloads where averages are
+  /// on the host.
   struct Bound {
     std::vector<std::unique_ptr<Backend>> backends;
     std::vector<std::unique_ptr<Offload>> offloads;
   };
   Bound bound;
 
-  void take(std::vector<std::vector<TensorView>> given);  ///< the averages' memory; once
+  void take(std::vector<std::vector<TensorView>> views);  ///< the averages' memory; once
   void allocate();                                        ///< an arena for them; once
-  /// The same parameters at other addresses. All that can fail is made first; then everything changes at once.
+  /// Binds the same parameters at other addresses. All that can fail is made first; then everything changes at once.
   void bind(std::span<const TensorView> parameters);
   void copy_parameters();  ///< into every average
 
@@ -51,7 +51,7 @@ struct Storage {
   std::vector<TensorView> divide(std::span<const TensorView> views) const;  ///< the parts that this rank averages
   std::shared_ptr<Ring> ring_of(int index) const;
   bool works_in_background() const noexcept { return background_pool != nullptr; }
-  int64_t offload_bytes() const noexcept;  ///< that updates have copied to the host
+  int64_t offload_bytes() const noexcept;  ///< copied to the host by updates
   int64_t table_bytes() const noexcept;
 
   // Casts and swaps read a device's stream from the views, tables keep their own; the first use of a stream waits for
@@ -62,7 +62,7 @@ struct Storage {
  private:
   Bound make_bound(std::span<const TensorView> views);
 
-  int64_t offload_bytes_before_ = 0;  // by what was bound before
+  int64_t offload_bytes_before_ = 0;  // of earlier bindings
 };
 
 /// Gives the views of a CUDA device its stream.

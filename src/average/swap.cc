@@ -1,18 +1,17 @@
-// A swap is a transaction whose record, SwapRecord, is written after each step, so that the way back is a function of
-// the record alone:
-//   1. a round: all are ready, and have the memory for all that is kept aside
+// A swap is a transaction. Its SwapRecord is written after each step, so that the way back depends on the record alone:
+//   1. a round: all ranks are ready, and have the memory for all that is kept aside
 //   2. own parts exchange in place, one view after the other, on a device as many as a launch takes; weights of other
 //      dtypes are kept aside and receive converted averages
-//   3. where replicas divide, a round: all of them have. A rank that failed has all of them go back
+//   3. where replicas divide, a round: all of them have exchanged their parts. If a rank failed, all of them go back
 //   4. where replicas divide, `shared` is set, and they send each other the parts that they own
 //   --- the averages are in the weights' memory ---
-//   5. a round: each rank says how it fared, and whether it needs parts that others own. All of them wait, until the
-//      deadline. Without replicas step 6 comes first, and a rank that failed tells the others without waiting
-//   6. own parts are taken back, from the last view exchanged, wherever the weights lie by now
-//   7. where anybody has shared, a round: all have taken theirs back
+//   5. a round: each rank sends its error, if any, and whether it needs parts that others own. All of them wait, until
+//      the deadline. Without replicas step 6 comes first, and a rank that failed sends its error without waiting
+//   6. own parts are taken back, from the last view exchanged, to the weights' present memory
+//   7. where any rank has shared, a round: all ranks have taken theirs back
 //   8. replicas send each other their parts again: their weights are equal, so the owner's part restores those of all
-// What stops it between any two steps does not matter: the way back goes on from what the record says. A failure of 2
-// to 4 takes it at once.
+// A swap may be stopped between any two steps, by anything: the way back goes on from the record. A failure in steps 2
+// to 4 begins it at once.
 #include "average/swap.h"
 
 #include <algorithm>
@@ -84,8 +83,8 @@ group::Ranks::Decision sum_up(const std::vector<std::string>& by_rank) {
   return {group::numbers_and_text({all.shared, all.refused}, fmt::format("{}", fmt::join(failures, "; ")))};
 }
 
-/// Step 5. `failure`: what ended this rank's block, or why it can't put its weights back, which `refuses` says. A rank
-/// that restores meets those that were leaving: they learn that they have to as well, and come once more.
+/// Makes step 5. `failure`: the error that ended this rank's block, or, with `refuses`, why it can't put its weights
+/// back. A rank that restores meets those that were leaving: they learn that they must restore too, and come once more.
 Ends meet(const Leaving& leaving, const SwapRanks& ranks, bool shared, const std::string& failure, bool refuses,
           milliseconds patience) {
   if (ranks.group == nullptr || ranks.group->size() == 1) return {};
@@ -93,13 +92,13 @@ Ends meet(const Leaving& leaving, const SwapRanks& ranks, bool shared, const std
   const std::string call = leaving.call + ranks.whose;
   const std::string did = failure.empty() ? "" : "left swapped() with " + failure;
   const std::string own = shared || !did.empty() ? group::numbers_and_text({shared, refuses}, did) : "";
-  const Deadline deadline = ranks.divided || failure.empty() ? base::after(patience) : base::now();
+  const Deadline deadline = base::after(ranks.divided || failure.empty() ? patience : milliseconds(0));
   for (bool again = leaving.restores;; again = false) {
     leaving.restores ? rounds.begin(call, ranks.timeout) : rounds.begin_together(call, ranks.timeout, did);
     try {
       return ends_of(rounds.decide(own, sum_up, deadline).common);
     } catch (const Error& error) {
-      if (!ranks.divided && !failure.empty()) return {};  // the others need not have come
+      if (!ranks.divided && !failure.empty()) return {};  // the others may come later
       const bool others_leave = std::string_view(error.what()).find("calls leaving swapped()") != std::string::npos;
       if (!again || error.code() != Code::kInvalidArgument || !others_leave) throw;
     }
@@ -108,13 +107,13 @@ Ends meet(const Leaving& leaving, const SwapRanks& ranks, bool shared, const std
 
 }  // namespace
 
-/// The record says how far the swap came, and so the way back; of replicas, which are not asked, this rank's parts
-/// alone.
+/// Takes the weights back as far as the record says that the swap came. Replicas have no part in it: only this rank's
+/// parts come back.
 Swap::~Swap() {
   if (!record_ || abandoned_) return;
   try {
     exchange_out();
-  } catch (...) {  // a device that is lost: nobody is left to be told
+  } catch (...) {  // a device is lost, and no caller is left to report it to
   }
 }
 
@@ -127,12 +126,12 @@ void Swap::set_stream(int index, void* stream) {
   follow(record_->weights, index, stream);
 }
 
-/// Weights of C++, at the addresses that they were swapped at.
+/// Weights of C++ callers, at the addresses where they were swapped.
 class Swap::OwnMemory final : public WeightsMemory {
  public:
   explicit OwnMemory(Swap& swap) : swap_(swap) {}
 
-  /// A rank whose own swap failed early is needed by those that went on.
+  /// Prepares the exchange of a rank whose own swap failed early: the other ranks need it.
   std::vector<TensorView> places(bool /*strict*/) override {
     Group* const replicas = swap_.storage_.options.replicas;
     if (!swap_.record_ && replicas != nullptr)
@@ -175,7 +174,7 @@ void Swap::in(std::span<const TensorView> weights, size_t k) {
     const std::exception_ptr first = std::current_exception();
     try {
       leave({"swap_in()", error_of(first).what(), true}, own, own_ranks());
-    } catch (...) {  // the record stays, and swap_out() goes on from it; the first failure is the one to tell
+    } catch (...) {  // the record stays, and swap_out() goes on from it; the caller gets the first failure
     }
     std::rethrow_exception(first);
   }
@@ -186,7 +185,7 @@ void Swap::out() {
   leave({"swap_out()"}, own, own_ranks());
 }
 
-/// Step 1, on this rank: all that could be refused, and all memory.
+/// Makes step 1 on this rank: all that could be refused, and all memory.
 SwapRecord Swap::prepare(std::span<const TensorView> weights, size_t k) const {
   const ConcurrentUseCheck::Use use(user_, "swap_in()");
   const std::vector<std::vector<TensorView>>& averages = storage_.averages;
@@ -219,7 +218,7 @@ SwapRecord Swap::prepare(std::span<const TensorView> weights, size_t k) const {
   return prepared;
 }
 
-/// Steps 2 to 4.
+/// Makes steps 2 to 4.
 void Swap::enter(SwapRecord prepared, WeightsMemory& model, const SwapRanks& ranks) {
   record_ = std::move(prepared);
   const auto exchange_own = [&] {
@@ -242,7 +241,7 @@ void Swap::enter(SwapRecord prepared, WeightsMemory& model, const SwapRanks& ran
   model.written();
 }
 
-/// Steps 5 to 8. Replicas that go back from step 3 do so together, and have no more to tell each other.
+/// Makes steps 5 to 8. Replicas that go back from step 3 do so together, and need no round for it.
 void Swap::leave(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks) {
   const bool from_step_3 = leaving.enters && !(record_ && record_->entered);
   const Ends ends =
@@ -308,7 +307,7 @@ Ends Swap::leave_together(const Leaving& leaving, WeightsMemory& model, const Sw
   return ends;
 }
 
-/// Why the averages are still in the weights' memory, if they are, though the swap was left.
+/// Throws `error`, and records it as the reason why the averages are still in the weights' memory, if they are.
 void Swap::stay(const Leaving& leaving, const Error& error) {
   const std::string text = error.what();
   const std::string why = text.starts_with(leaving.call) ? text : fmt::format("{}: {}", leaving.call, text);
@@ -316,21 +315,22 @@ void Swap::stay(const Leaving& leaving, const Error& error) {
   throw Error(error.code(), why, error.os_errno());
 }
 
-/// Step 6, where no other rank is needed.
+/// Makes step 6, where no other rank is needed.
 void Swap::put_back(std::span<const TensorView> places, WeightsMemory& model) {
   if (!record_) return;
   take_back(places, model);
   finish(model);
 }
 
-/// All of the weights are back.
+/// Ends the swap: all weights are back.
 void Swap::finish(WeightsMemory& model) {
   model.written();
   step_done();
   record_.reset();
 }
 
-/// `places` differ from what was swapped in by its addresses and streams; empty: nothing has moved.
+/// Takes own parts back to `places`, which may have other addresses and streams than the record; empty: nothing has
+/// moved.
 void Swap::take_back(std::span<const TensorView> places, WeightsMemory& model) {
   if (!record_) return;
   const ConcurrentUseCheck::Use use(user_, "swap_out()");

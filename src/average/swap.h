@@ -1,5 +1,5 @@
-// The averages in the weights' memory, and the weights back: one transaction, for C++ and Python. Its numbered steps
-// are those of swap.cc.
+// Swap puts the averages into the weights' memory, and the weights back: one transaction, for C++ and Python. Numbered
+// steps are those of swap.cc.
 #pragma once
 
 #include <chrono>
@@ -23,21 +23,21 @@
 
 namespace shardow::average {
 
-/// The memory of the weights, by its owner: Python, or the caller of C++, whose views stay where they are.
+/// Implemented by the owner of the weights' memory: Python, or the caller of C++, whose views stay where they are.
 class WeightsMemory {
  public:
   virtual ~WeightsMemory() = default;
 
-  /// Before the way back: where the weights lie by now; empty: where they were swapped. Takes all memory that
-  /// exchange() needs. Throws where a weight has no place any more; not so `strict`, such are left out.
+  /// Returns where the weights lie before the way back; empty: where they were swapped. Allocates all memory that
+  /// exchange() needs. With `strict` it throws where a weight has no place any more; else it leaves such weights out.
   virtual std::vector<TensorView> places(bool strict) = 0;
 
-  /// Collective among replicas: what each of them owns goes to all. Calls `writes` before it overwrites what others
-  /// own.
+  /// Sends the parts that each replica owns to all; collective among replicas. Calls `writes` before it overwrites
+  /// parts that others own.
   virtual void exchange(const std::function<void()>& writes, Deadline deadline) = 0;
 
-  virtual void scatter() {}  ///< own parts were written: copies those that the model has in another order
-  virtual void written() {}  ///< all were written
+  virtual void scatter() {}  ///< after own parts were written: copies those that the model has in another order
+  virtual void written() {}  ///< after all parts were written
 };
 
 /// The ranks of a swap. `divided`: replicas own parts of each other's weights.
@@ -57,10 +57,10 @@ struct Leaving {
   bool strict = true;
 };
 
-/// How all of them leave it.
+/// How all ranks leave a swap.
 struct Ends {
-  bool shared = false, refused = false;  ///< anybody needs parts that others own; can't put its weights back
-  std::string failures = {};             ///< who left with what: why the others don't put theirs back, if any refused
+  bool shared = false, refused = false;  ///< a rank needs parts that others own; can't put its weights back
+  std::string failures = {};             ///< errors of the ranks that failed; of those that refused alone, if any did
 };
 
 /// Weights that are exchanged in one call: weights[first] to weights[end - 1] of a record.
@@ -69,9 +69,9 @@ struct SwapStep {
   std::unique_ptr<RingSwap> ring;  // of weights on a device whose averages are on the host
 };
 
-/// A swap from its first exchange to its end: all that is known of it. Invariant: the weights of steps[0] to
-/// steps[exchanged - 1] hold averages, and what was there lies in the average's memory or in `kept`; the others hold
-/// weights. What goes through a ring is exchanged as far as its RingSwap says.
+/// The whole state of a swap, from its first exchange to its end. Invariant: weights of the first `exchanged` steps
+/// hold averages, and their values lie in the average's memory or in `kept`; the others hold weights. A step through a
+/// ring is exchanged as far as its RingSwap says.
 struct SwapRecord {
   size_t k;                           // which averages are in the weights' memory
   std::vector<TensorView> weights;    // the weights' memory: this rank's parts of it
@@ -79,16 +79,16 @@ struct SwapRecord {
   std::vector<SwapStep> steps = {};   // of all weights, in order
   std::unique_ptr<ReplicaExchange> exchange = {};  // of AverageOptions::replicas
   size_t exchanged = 0;
-  bool waited = false;   // in vain, for parts that others own
+  bool waited = false;   // this rank waited in vain for parts that others own
   bool entered = false;  // replicas: all have exchanged their own parts
   bool shared = false;   // parts that other replicas own may hold averages: the way back needs those replicas
-  std::string why = {};  // it is still open though it was left
+  std::string why = {};  // why it is still open though it was left
 };
 
-/// Swaps of one Average. Its state is the record of the swap that is open.
+/// Makes the swaps of one Average. Its state is the record of the open swap.
 class Swap {
  public:
-  /// All of them outlive this.
+  /// Keeps references: all arguments outlive this.
   Swap(ConcurrentUseCheck& user, const Clock& clock, Storage& storage, Updater& updater)
       : user_(user), clock_(clock), storage_(storage), updater_(updater) {}
   ~Swap();  ///< takes the weights back where a swap is open
@@ -96,16 +96,16 @@ class Swap {
   Swap& operator=(const Swap&) = delete;
 
   const std::optional<SwapRecord>& record() const noexcept { return record_; }
-  /// Throws while a swap is open, by the end of the message what is impossible then.
+  /// Throws while a swap is open; `what` begins the message.
   void refuse(const char* what) const;
-  void abandon() noexcept { abandoned_ = true; }  ///< the end leaves a swap where it stands
+  void abandon() noexcept { abandoned_ = true; }  ///< the destructor leaves an open swap as it is
   void set_stream(int index, void* stream);
 
-  // Of weights that stay where they are, with AverageOptions::replicas.
+  // Swaps of weights that stay where they are, with AverageOptions::replicas.
   void in(std::span<const TensorView> weights, size_t k);
   void out();
 
-  // In steps, for callers whose memory moves and whose ranks say why they leave.
+  // Swaps in steps, for callers whose memory moves and whose ranks report why they leave.
   SwapRecord prepare(std::span<const TensorView> weights, size_t k) const;
   void enter(SwapRecord prepared, WeightsMemory& model, const SwapRanks& ranks);
   void leave(const Leaving& leaving, WeightsMemory& model, const SwapRanks& ranks);

@@ -1,5 +1,5 @@
-// What weights and averages are inside a swap and after it, bit for bit; and a swap that is stopped between any two of
-// its steps, on the way in, on the way out, and once more while it is taken back.
+// Weights and averages inside a swap and after it, bit for bit. Swaps are also stopped between any two of their steps:
+// while they begin, while they end, and once more while they are undone.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -71,7 +71,7 @@ class SwapStopped : public testing::Test {
     return all;
   }
 
-  /// True if it got through; `stops` failures in a row from step `at` on.
+  /// Returns whether the call succeeds, with `stops` failures in a row from step `at` on.
   bool run(int at, int stops, const std::function<void()>& call) {
     steps_left = at;
     stops_left = stops;
@@ -149,7 +149,7 @@ TEST_F(SwapStopped, GoesOnWhereItStoodAndFollowsMemoryThatMoved) {
   for (int at = 0; at < 5; ++at) {
     ema->swap_in();
     EXPECT_FALSE(run(at, 1, [&] { ema->swap_out(); })) << at;
-    std::vector<uint32_t> moved = memory;  // what was there went along
+    std::vector<uint32_t> moved = memory;  // with what it held
     memory.swap(moved);
     std::fill(moved.begin(), moved.end(), 0xdeadbeef);
     Moved moved_weights(views());
@@ -191,7 +191,7 @@ TEST_F(SwapStopped, AsABlockEndsWithoutThrowingAndStaysOpenForSwapOut) {
   expect_all_back("after swap_out()");
 }
 
-/// `fn(rank, group)` on two threads.
+/// Calls fn(rank, group) on two threads.
 void on_two_ranks(const std::function<void(int, Group&)>& fn) {
   std::vector<std::unique_ptr<Group>> groups = threads(2);
   std::vector<std::thread> workers;
@@ -224,7 +224,7 @@ TEST(SwapOfReplicas, StoppedOnOneRankComesBackOnAllAtOnce) {
         ema.swap_in();
         ++through;
         EXPECT_NE(memory, before);
-      } catch (const std::exception&) {  // stopped, or told so
+      } catch (const std::exception&) {  // stopped, or its peer was
         EXPECT_FALSE(ema.swapped());
         EXPECT_EQ(memory, before) << "rank " << rank << " stopped at step " << at;
       }

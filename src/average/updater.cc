@@ -1,9 +1,10 @@
-// An update is a pure function of (clock, parameters, averages): Clock::plan() turns where training stands into the few
-// numbers that a kernel needs, dispatch() hands them to each device once. In the background the caller plans, and a
-// thread of the Average does the work while the caller goes on. Nobody else touches averages until wait(), which every
-// other call begins with. options.overlap has all work done so; averages on the host of weights on a device always are.
+// An update is a pure function of (clock, parameters, averages): Clock::plan() turns the counters of training into the
+// few numbers that a kernel needs, and dispatch() hands them to each device once. In the background the caller plans,
+// and a thread of the Average does the work while the caller goes on. No other thread touches averages until wait(),
+// with which every other call begins. With options.overlap all work is in the background; averages on the host of
+// weights on a device are always updated there.
 //
-// An update of averages on the host of weights on a device (offload.h), and what becomes of one that fails:
+// An update of averages on the host of weights on a device (offload.h) has these steps, which may fail:
 //   1. The device notes how far the weights' stream has come (begin(), on the caller's thread); copies come after that.
 //   2. Copies begin, as many as the ring holds.
 //   3. What fits the ring is waited for. Until here nothing has changed: a failure ends the update, and the averages
@@ -46,7 +47,7 @@ using std::chrono::steady_clock;
 
 }  // namespace
 
-UpdateReport Updater::update(std::optional<int64_t> step, double samples, std::span<const Factors> given,
+UpdateReport Updater::update(std::optional<int64_t> step, double samples, std::span<const Factors> factors,
                              Launch launch) {
   if (launch == Launch::kByReplay && !storage_.bound.offloads.empty()) refuse_graph("prepare_replay()");
   std::exception_ptr last;  // the error of the update before, thrown when this one is under way, or refused, too
@@ -58,7 +59,7 @@ UpdateReport Updater::update(std::optional<int64_t> step, double samples, std::s
   }
   UpdateReport report;
   try {
-    report = begin(step, samples, given, launch);
+    report = begin(step, samples, factors, launch);
   } catch (...) {
     if (!last) throw;
   }
@@ -66,21 +67,21 @@ UpdateReport Updater::update(std::optional<int64_t> step, double samples, std::s
   return report;
 }
 
-UpdateReport Updater::begin(std::optional<int64_t> step, double samples, std::span<const Factors> given,
+UpdateReport Updater::begin(std::optional<int64_t> step, double samples, std::span<const Factors> factors,
                             Launch launch) {
   if (!std::isfinite(samples) || samples < 0) {
     fail(Code::kInvalidArgument, "update(samples={}): the number of training samples seen so far, 0 or more", samples);
   }
   UpdateReport report;
   if (launch == Launch::kNow && storage_.capturing()) return (capture(), report);
-  const int64_t now = clock_.next(step);
-  if (clock_.skips(now)) {
+  const int64_t next_step = clock_.next(step);
+  if (clock_.skips(next_step)) {
     if (launch == Launch::kByReplay) static_cast<void>(prepare({}, false));
-    clock_.counters.step = now;
+    clock_.counters.step = next_step;
     return report;
   }
   const auto began = steady_clock::now();
-  apply(report, clock_.plan(now, samples, given), samples, launch);
+  apply(report, clock_.plan(next_step, samples, factors), samples, launch);
   seconds_.last = seconds_since(began);
   return report;
 }
@@ -92,7 +93,7 @@ void Updater::apply(UpdateReport& report, const kernels::Step& step, double samp
   NonFiniteCount count;
   if (launch == Launch::kNow) {
     for (const auto& backend : backends) {
-      if (clock_.draws_noise(step)) backend->prepare_noise();  // may lack memory, which the caller hears at once
+      if (clock_.draws_noise(step)) backend->prepare_noise();  // may lack memory: the caller gets the error at once
     }
     for (const auto& offload : offloads) offload->begin();
     if (!overlaps) count = dispatch(step);
@@ -118,7 +119,7 @@ void Updater::apply(UpdateReport& report, const kernels::Step& step, double samp
   refuse_non_finite(count, step.step);
 }
 
-/// Launches that a graph repeats; their numbers come with prepare_replay().
+/// Captures launches that a graph repeats; prepare_replay() gives them their numbers.
 void Updater::capture() {
   if (!storage_.bound.offloads.empty()) refuse_graph("update() while its stream is captured");
   kernels::Step step{};
@@ -128,7 +129,7 @@ void Updater::capture() {
   }
 }
 
-/// On all devices or on none.
+/// Prepares a replay on all devices or on none.
 NonFiniteCount Updater::prepare(const kernels::Step& step, bool by_runs) {
   for (const auto& backend : storage_.bound.backends) backend->check_prepare(by_runs);
   NonFiniteCount count;
@@ -152,15 +153,15 @@ NonFiniteCount Updater::dispatch(const kernels::Step& step) {
   return total;
 }
 
-/// On the worker's thread; from where it stopped, where it did.
+/// Runs on the worker's thread; goes on where the update stopped, if it did.
 void Updater::work() {
-  UnderWay& now = *under_way_;
+  UnderWay& update = *under_way_;
   const auto began = steady_clock::now();
-  const bool by_runs = clock_.draws_noise(now.step);
-  const auto fetch = [&](Offload& one) {
-    one.fetch();
+  const bool by_runs = clock_.draws_noise(update.step);
+  const auto fetch = [&](Offload& source) {
+    source.fetch();
     if (std::all_of(storage_.bound.offloads.begin(), storage_.bound.offloads.end(),
-                    [](const auto& each) { return each->fetched(); }))
+                    [](const auto& offload) { return offload->fetched(); }))
       worker_.part_done();
   };
   try {
@@ -170,18 +171,18 @@ void Updater::work() {
     }
     for (const auto& offload : storage_.bound.offloads) {
       while (!offload->done()) {
-        add(now.count, offload->next(now.step, by_runs));
-        now.changed = true;
+        add(update.count, offload->next(update.step, by_runs));
+        update.changed = true;
         fetch(*offload);
       }
     }
-    if (clock_.options.overlap) add(now.count, dispatch(now.step));
+    if (clock_.options.overlap) add(update.count, dispatch(update.step));
   } catch (...) {
     for (const auto& offload : storage_.bound.offloads) offload->stop();
-    now.seconds += seconds_since(began);
+    update.seconds += seconds_since(began);
     throw;
   }
-  now.seconds += seconds_since(began);
+  update.seconds += seconds_since(began);
 }
 
 void Updater::wait() {
@@ -208,15 +209,15 @@ void Updater::wait() {
   refuse_non_finite(ended.count, ended.step.step);
 }
 
-/// The update under way has failed.
+/// Throws for the update under way, which has failed, and undoes its counts where no average has changed.
 void Updater::stopped(const Error& cause) {
-  UnderWay& now = *under_way_;
-  const int64_t step = now.step.step;
-  if (!now.changed) {
-    clock_.counters.updates = now.before.updates;
-    clock_.counters.applied_step = now.before.applied_step;
-    clock_.counters.applied_samples = now.before.applied_samples;
-    seconds_.waited += now.waited;
+  UnderWay& update = *under_way_;
+  const int64_t step = update.step.step;
+  if (!update.changed) {
+    clock_.counters.updates = update.before.updates;
+    clock_.counters.applied_step = update.before.applied_step;
+    clock_.counters.applied_samples = update.before.applied_samples;
+    seconds_.waited += update.waited;
     under_way_.reset();
     fail(cause.code(),
          "the update of step {} was not made, since weights did not reach the host; the averages are those of step {}, "
@@ -229,7 +230,7 @@ void Updater::stopped(const Error& cause) {
     averaged += offload->averaged();
     blocks += offload->num_blocks();
   }
-  if (now.released) {
+  if (update.released) {
     torn_.emplace(
         cause.code(),
         fmt::format("the update of step {} stopped after {} of {} blocks, and the weights may have changed since: "
@@ -238,7 +239,7 @@ void Updater::stopped(const Error& cause) {
     under_way_.reset();
     throw Error(*torn_);
   }
-  now.stopped = true;
+  update.stopped = true;
   fail(cause.code(),
        "the update of step {} stopped after {} of {} blocks: the others did not reach the host. The next call takes it "
        "up there, so leave "
@@ -294,11 +295,11 @@ void Updater::hold(const NonFiniteCount& count, int64_t step) {
   const size_t part = part_of(count);
   if (!met_) met_ = Met{step, 0, part};
   if (met_->step != step) return;
-  met_->elements += count.elements;  // devices and the host tell of their parts one after the other
+  met_->elements += count.elements;  // devices and the host report their parts one after the other
   met_->part = std::min(met_->part, part);
 }
 
-/// Keeps the first part of those that devices and the host met.
+/// Adds counts of devices and the host, and keeps the first of the parts that they name.
 void Updater::add(NonFiniteCount& count, const NonFiniteCount& more) const {
   if (more.elements > 0 && part_of(more) < part_of(count)) count.tensor = more.tensor;
   count.elements += more.elements;

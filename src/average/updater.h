@@ -1,5 +1,5 @@
-// Updater: makes updates, at once or in the background, and knows of the last one what nobody else does: whether it is
-// still under way, what it met, how long it took.
+// Updater: makes updates, at once or in the background, and keeps what is known of the last one: whether it is still
+// under way, how many NaN and Inf it met, and how long it took.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@ namespace shardow::average {
 
 class Updater {
  public:
-  /// Both outlive this.
+  /// Keeps references: both outlive this.
   Updater(Clock& clock, Storage& storage) : clock_(clock), storage_(storage) {}
 
   enum class Launch { kNow, kByReplay };
-  UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> given = {},
+  UpdateReport update(std::optional<int64_t> step, double samples, std::span<const Factors> factors = {},
                       Launch launch = Launch::kNow);
-  void wait();            ///< until an update in the background has ended; throws what it met
-  void finish_reading();  ///< until weights may change
-  void reset();           ///< averages = weights; an update that has torn them is forgotten
-  void read_counts();     ///< takes in what CUDA updates met since the last call
+  void wait();            ///< waits until an update in the background has ended; throws its error
+  void finish_reading();  ///< waits until weights may change
+  void reset();           ///< copies the weights into the averages, also where an update has torn them
+  void read_counts();     ///< adds the NaN and Inf that CUDA updates met since the last call
 
   std::optional<NonFiniteReport> non_finite() const;
   void forget_non_finite() noexcept { met_.reset(); }
@@ -39,10 +39,10 @@ class Updater {
   /// changed, and averages are its own.
   struct UnderWay {
     kernels::Step step;
-    Counters before;  // those of the last whole update
+    Counters before;  // after the last whole update
     NonFiniteCount count = {};
     double seconds = 0, waited = 0;
-    bool changed = false;   // some averages are those of this update
+    bool changed = false;   // some averages are updated
     bool released = false;  // finish_reading() let the weights change
     bool stopped = false;   // it failed halfway, and the next wait() takes it up
   };
@@ -51,7 +51,7 @@ class Updater {
     size_t part;  // the first with a NaN or Inf; parts.size(): not known
   };
 
-  UpdateReport begin(std::optional<int64_t> step, double samples, std::span<const Factors> given, Launch launch);
+  UpdateReport begin(std::optional<int64_t> step, double samples, std::span<const Factors> factors, Launch launch);
   void apply(UpdateReport& report, const kernels::Step& step, double samples, Launch launch);
   void capture();
   NonFiniteCount dispatch(const kernels::Step& step);

@@ -19,7 +19,7 @@ WorkShares::WorkShares(std::span<const kernels::Chunk> chunks, int num_threads, 
     bounds_.push_back(static_cast<uint32_t>(blocks_.size()));
     int64_t elements = kChunkElements;
     for (size_t c = shares[share]; c < shares[share + 1]; ++c) {
-      // Alone, a thread needs no blocks.
+      // A single thread needs no blocks.
       if (elements >= kChunkElements && (num_threads > 1 || c == 0)) {
         blocks_.push_back(first + c);
         elements = 0;
@@ -52,7 +52,7 @@ std::optional<ChunkRange> WorkShares::take_from(size_t share, bool front) noexce
   for (uint64_t seen = left.load(std::memory_order_relaxed);;) {
     const uint64_t begin = seen & 0xffffffff, end = seen >> 32;
     if (begin == end) return std::nullopt;
-    // No memory is handed over by it: what a block needs was there before the threads started.
+    // Relaxed, since it publishes no memory: a block's data was there before the threads started.
     if (!left.compare_exchange_weak(seen, front ? range(begin + 1, end) : range(begin, end - 1),
                                     std::memory_order_relaxed))
       continue;

@@ -1,6 +1,6 @@
 // WorkShares: a chunk table divided among threads, each of which keeps its part, so that memory stays with the core
 // that touched it first; one that is done takes over what another has not begun, so that a thread which got no
-// processor holds nobody up.
+// processor delays no other.
 #pragma once
 
 #include <atomic>
@@ -22,15 +22,15 @@ struct ChunkRange {
 
 class WorkShares {
  public:
-  /// `num_threads` contiguous shares of nearly equal elements, in blocks of about kChunkElements; the same chunks
-  /// always give the same. `first`: the place of chunks[0] in the table that answers speak of.
+  /// Makes `num_threads` contiguous shares of nearly equal elements, in blocks of about kChunkElements. The same chunks
+  /// always give the same shares. `first`: the index of chunks[0] in the table to which the ranges of take() refer.
   WorkShares(std::span<const kernels::Chunk> chunks, int num_threads, size_t first = 0);
 
-  /// All is to be done again. Before the threads start.
+  /// Makes all blocks available again. Call it before the threads start.
   void begin() noexcept;
 
-  /// The next block for this thread: of its own share from the front, then of others' from the back; nothing when all
-  /// is taken. Each chunk is in exactly one answer between two calls of begin(). Any threads at once.
+  /// Returns the next block for this thread: from the front of its share, then from the back of others'; nothing when
+  /// all are taken. Each chunk is in exactly one result between two calls of begin(). Any threads may call it at once.
   std::optional<ChunkRange> take(int thread) noexcept;
 
   size_t num_threads() const noexcept { return left_.size(); }
@@ -44,7 +44,7 @@ class WorkShares {
 
   std::optional<ChunkRange> take_from(size_t share, bool front) noexcept;
 
-  std::vector<size_t> blocks_;    // where each begins, and the end of the last
+  std::vector<size_t> blocks_;    // the first chunk of each, and the end of the last
   std::vector<uint32_t> bounds_;  // blocks of share i: [bounds_[i], bounds_[i + 1])
   std::vector<Left> left_;        // of each share
 };

@@ -1,4 +1,4 @@
-// Each chunk once, whoever takes it.
+// Each chunk is taken once, by whichever thread.
 #include "average/work_shares.h"
 
 #include <gtest/gtest.h>

@@ -1,7 +1,7 @@
 """Drop-in compat classes: change an import and keep training.
 
-One module for each upstream project, named after it; docs/migration.md says what improves and what differs. `_impl`
-keeps averages and writes files for them.
+One module for each upstream, named after it; docs/migration.md says what improves and what differs. `_impl` keeps
+averages and writes files for them.
 
 May import: averaging, start, merging, files, sharding, distributed, base, errors, ema, schedules.
 """

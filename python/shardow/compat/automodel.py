@@ -234,7 +234,7 @@ class EMAManager(Managed):
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Updates the averages after an optimizer step. Local, unless the model's parameters have been replaced or
-        wrapped since: all ranks find them by name then. What is NaN or Inf is held. Raises ValueError for a parameter
+        wrapped since: all ranks find them by name then. NaN and Inf are held. Raises ValueError for a parameter
         that is trained and has no average."""
         if model is not self._model or not self._averages.view.unchanged_at_rest():
             self._follow(model)
@@ -350,8 +350,8 @@ class ShardedModelEMAManager(Managed):
         self.__dict__.update(state, _ranks=all_ranks())
 
     def update(self, model: nn.Module | None = None) -> None:
-        """Updates the averages after an optimizer step; ``model``: the train model, or a wrapper of it. Local. What is
-        NaN or Inf is held. Raises RuntimeError and ValueError where the models differ in names or shapes; nothing has
+        """Updates the averages after an optimizer step; ``model``: the train model, or a wrapper of it. Local. NaN and
+        Inf are held. Raises RuntimeError and ValueError where the models differ in names or shapes; nothing has
         changed then."""
         averages = self._twin.bind(self.ema_model, self._train_model if model is None else model)
         averages.update(self.decay, 1.0 - self.decay)

@@ -62,8 +62,8 @@ class FSDPConfig:
 
 def strategy_of(config: FSDPConfig) -> ShardingStrategy:
     if config.sharding_strategy not in ShardingStrategy.__members__:
-        known = ", ".join(ShardingStrategy.__members__)
-        raise unsupported(f"sharding_strategy={config.sharding_strategy!r}; FSDP has {known}", KeyError)
+        names = ", ".join(ShardingStrategy.__members__)
+        raise unsupported(f"sharding_strategy={config.sharding_strategy!r}; FSDP has {names}", KeyError)
     return ShardingStrategy[config.sharding_strategy]
 
 
@@ -78,12 +78,12 @@ def fsdp_wrapper(original_model: nn.Module, fsdp_config: FSDPConfig, ignored_mod
         mesh = init_device_mesh(
             device.type, (fsdp_config.num_replicate, fsdp_config.num_shard), mesh_dim_names=("replicate", "shard")
         )
-    low = torch.bfloat16
+    bf16 = torch.bfloat16
     return FSDP(
         original_model,
         auto_wrap_policy=CustomPolicy(lambda module: _is_one_of(module, WRAPPED_CLASSES)),
         ignored_modules=list(ignored_modules),
-        mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low),
+        mixed_precision=MixedPrecision(param_dtype=bf16, reduce_dtype=bf16, buffer_dtype=bf16),
         device_id=device,
         sharding_strategy=strategy_of(fsdp_config),
         backward_prefetch=BackwardPrefetch[fsdp_config.backward_prefetch],

@@ -43,7 +43,7 @@ class EMA_FSDP:
 
     Args:
         decay: weight kept on the old average, in [0, 1]; or a Schedule of shardow.schedules.
-        start_step: until then updates copy the weights, which replaces averages made late, at an ``ema_start_step``.
+        start_step: until then updates copy the weights; replaces averages made late, at an ``ema_start_step``.
         device: where the averages live: the host, as in upstream; None: with their weights.
         replicas: "split": ranks that hold the same weights (HSDP, DDP) divide averages and work; "copy": as in
             upstream.
@@ -133,8 +133,8 @@ class EMA_FSDP:
         load_averages(self._averages, sd)
 
     def full_state_dict(self, fsdp_module: Any = None, key_style: str = "wrapped") -> dict[str, torch.Tensor]:
-        """Returns whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights stay out
-        of it; one tensor at a time travels.
+        """Returns whole float32 averages, fresh CPU tensors, on rank 0; {} elsewhere. Collective; live weights are not
+        touched; one tensor at a time travels.
 
         ``key_style``: "wrapped": as upstream's files (``model._fsdp_wrapped_module.blocks.0...``); "clean": the
         unwrapped model's.
@@ -208,8 +208,8 @@ def write_model_pt(
     """Writes ``ema`` as "generator_ema", and live models by name (``generator=``, ``critic=``), from rank 0, to which
     they are gathered. Collective.
 
-    What was there stays until the new file is whole. For a model that does not fit one host: EMA_FSDP.save(),
-    shardow.save().
+    The file that was at ``path`` stays until the new one is whole. For a model that does not fit one host:
+    EMA_FSDP.save(), shardow.save().
 
     Args:
         key_style: of the averages: "wrapped", which upstream's readers look for, or "clean".
@@ -255,7 +255,7 @@ def load_model_pt(target: EMA_FSDP | nn.Module | Any, path: str | Path, entry: s
     else:
         kept = {
             slot.name: slot.recorded
-            for slot in slots(model, "buffer")  # of which no average has any
+            for slot in slots(model, "buffer")  # averages are of parameters alone
             if not slot.recorded.is_meta and not hasattr(slot.recorded, "_local_tensor")
         }
         materialize(model, {**kept, **tensors})
@@ -286,8 +286,8 @@ def fsdp_wrap(
         mixed_precision: computes in bfloat16, reduces in float32.
         wrap_strategy: "size": units of at least ``min_num_params`` parameters; "transformer": units that are a
             ``transformer_module``.
-        options: further ones of FullyShardedDataParallel, e.g. ``device_mesh`` for "hybrid_full" on a CPU, before those
-            above.
+        options: further ones of FullyShardedDataParallel, e.g. ``device_mesh`` for "hybrid_full" on a CPU; they come
+            before those above.
 
     Raises:
         KeyError, ValueError: no such strategy, or no ``transformer_module`` where one is needed.

@@ -211,7 +211,7 @@ def _deprecated(kwargs: dict[str, Any], decay: float, min_decay: float) -> tuple
     return values.get("max_value", decay), values.get("min_value", min_decay), values.get("device")
 
 
-# ---- a diffusers model's directory: its class tells the parameters' names, from a copy on meta, and writes its own
+# ---- a diffusers model's directory: its class gives the parameters' names, from a copy on meta, and writes its own
 # config; the tensors go through shardow's files
 
 
@@ -248,10 +248,10 @@ def _on_meta(model_cls: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _check(model: nn.Module, shadows: Sequence[torch.Tensor]) -> None:
-    known = dict(model.named_parameters())
-    if len(known) != len(shadows):
-        raise invalid(f"a {type(model).__name__} of this config has {len(known)} parameters; {len(shadows)} averages")
-    for (name, param), shadow in zip(known.items(), shadows, strict=True):
+    named = dict(model.named_parameters())
+    if len(named) != len(shadows):
+        raise invalid(f"a {type(model).__name__} of this config has {len(named)} parameters; {len(shadows)} averages")
+    for (name, param), shadow in zip(named.items(), shadows, strict=True):
         if shadow.dim() == 1 and param.dim() > 1:
             flat = f"the average of '{name}' is a flat piece of {shadow.numel()} elements, as FSDP1 has them"
             way_out = "save state_dict() on every rank, or copy_to() the model and save that one whole, then restore()"

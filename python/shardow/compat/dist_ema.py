@@ -82,17 +82,17 @@ class DistEMA:
         self.decay_steps = 0
         self._seed, self._group = seed, group
         self._view = find(model, group=self._group)
-        among = group or self._view.process_group
-        if among is None and dist.is_initialized() and world_size != 1:
-            among = dist.group.WORLD
-        self._ranks = RankGroup(among, seconds(timeout))
+        process_group = group or self._view.process_group
+        if process_group is None and dist.is_initialized() and world_size != 1:
+            process_group = dist.group.WORLD
+        self._ranks = RankGroup(process_group, seconds(timeout))
         self._ranks.step("DistEMA(...)", self._start)
 
     def _start(self) -> Step[None]:
         """Checks options and cuts the model. Raises ValueError; also KeyError and TypeError, where upstream does."""
         if self.dtype not in PRECISION_TO_TYPE:
-            known = ", ".join(map(repr, PRECISION_TO_TYPE))
-            raise invalid(f"dtype={self.dtype!r}; it must be one of {known}", KeyError)
+            names = ", ".join(map(repr, PRECISION_TO_TYPE))
+            raise invalid(f"dtype={self.dtype!r}; it must be one of {names}", KeyError)
         if self.warmup and self.power is None:
             powers = "2 / 3 reaches a decay of 0.999 in 31.6 thousand steps, 3 / 4 in 10 thousand"
             raise invalid(f"warmup=True needs a power: {powers}", TypeError)
@@ -322,7 +322,7 @@ def steps_in(saved: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     return whole("decay_steps", saved.get("decay_steps"), 0)
 
 
-# ---- shares: who averages which elements of which parameter. Whole parameters lie one after another in row-major
+# ---- shares: which rank averages which elements of a parameter. Whole parameters lie one after another in row-major
 # order, cut into equal ranges, one a rank.
 
 
@@ -331,15 +331,15 @@ def shares(view: ModelView, world: int, rank: int, dtype: torch.dtype, sharded: 
     holds, which replicas divide."""
     if (odd := [local for local in view.parameters if local.tensor.is_complex()]) != []:
         raise unsupported(f"'{odd[0].name}' is {odd[0].tensor.dtype}; averages of complex numbers are not kept here")
-    made, total, at = [], sum(local.region.size for local in view.parameters), 0
-    length = -(-total // world)
+    made, offset, length = [], 0, -(-sum(local.region.size for local in view.parameters) // world)
+    edges = (rank * length, (rank + 1) * length)
     for local in view.parameters:
         if sharded:
             region, begin = divide(local, "split")
         else:
-            begin, end = (min(max(edge - at, 0), local.region.size) for edge in (rank * length, (rank + 1) * length))
+            begin, end = (min(max(edge - offset, 0), local.region.size) for edge in edges)
             region = local.region.window(begin, end)
-            at += local.region.size
+            offset += local.region.size
         share = Tracked(local, region, begin)
         share.averages = [share.weights().to(dtype, copy=True)]
         made.append(share)

@@ -25,27 +25,27 @@ MultiAvgFn = Callable[[Any, Any, "Tensor | int"], None]
 
 #: The arithmetic of a function of this module, for the engine: a rule, and n_averaged -> (decay, weight).
 _Arithmetic = tuple[Rule, Callable[[Tensor], tuple[float, float]]]
-_KNOWN = "shardow_arithmetic"  # the attribute of such a function
+_ATTRIBUTE = "shardow_arithmetic"  # of such a function
 
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
     """Returns a function of lists, torch.lerp(e, p, 1 - decay). Raises ValueError where decay is outside [0, 1]."""
-    return _known(upstream.get_ema_multi_avg_fn(fraction("decay", decay)), "lerp", lambda _: (decay, 1 - decay))
+    return _marked(upstream.get_ema_multi_avg_fn(fraction("decay", decay)), "lerp", lambda _: (decay, 1 - decay))
 
 
 def get_swa_multi_avg_fn() -> MultiAvgFn:
     """Returns a function of lists, torch.lerp(e, p, 1 / (n_averaged + 1)): the mean of all weights, in the engine."""
-    return _known(upstream.get_swa_multi_avg_fn(), "lerp", _of_mean)
+    return _marked(upstream.get_swa_multi_avg_fn(), "lerp", _of_mean)
 
 
 def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
     """Returns a function, decay * e + (1 - decay) * p. Raises ValueError where decay is outside [0, 1]."""
-    return _known(upstream.get_ema_avg_fn(fraction("decay", decay)), "two_products", lambda _: (decay, 1 - decay))
+    return _marked(upstream.get_ema_avg_fn(fraction("decay", decay)), "two_products", lambda _: (decay, 1 - decay))
 
 
 def get_swa_avg_fn() -> AvgFn:
     """Returns a function, e + (p - e) / (n_averaged + 1): the mean of all weights."""
-    return _known(upstream.get_swa_avg_fn(), "quotient", _of_count)
+    return _marked(upstream.get_swa_avg_fn(), "quotient", _of_count)
 
 
 def _of_mean(num_averaged: Tensor) -> tuple[float, float]:
@@ -60,10 +60,10 @@ def _of_count(num_averaged: Tensor) -> tuple[float, float]:
     return 1 - weight, weight
 
 
-def _known(
+def _marked(
     function: Callable[..., Any], rule: Rule, factors: Callable[[Tensor], tuple[float, float]]
 ) -> Callable[..., Any]:
-    setattr(function, _KNOWN, (rule, factors))
+    setattr(function, _ATTRIBUTE, (rule, factors))
     return function
 
 
@@ -95,8 +95,8 @@ class AveragedModel(Averaged):
     ) -> None:  # fmt: skip
         if avg_fn is not None and multi_avg_fn is not None:
             raise invalid("avg_fn and multi_avg_fn are both given; leave out one", AssertionError)
-        known = _arithmetic_of(multi_avg_fn or avg_fn, model)
-        rule = known[0] if known is not None else "lerp"
+        arithmetic = _arithmetic_of(multi_avg_fn or avg_fn, model)
+        rule = arithmetic[0] if arithmetic is not None else "lerp"
         choose = everything if use_buffers else _parameters
         super().__init__(*follow(model, rule, choose, device=device, replicas=replicas))
         self.avg_fn, self.multi_avg_fn, self.use_buffers, self._rule = avg_fn, multi_avg_fn, use_buffers, rule
@@ -106,11 +106,11 @@ class AveragedModel(Averaged):
         """Updates the averages, the first time by a copy. Raises RuntimeError, before anything changes, where ``model``
         differs in names or shapes."""
         averages = self._follower.bind(self.module, model)
-        known = _arithmetic_of(self.multi_avg_fn or self.avg_fn, model)  # which may be replaced at any time
+        arithmetic = _arithmetic_of(self.multi_avg_fn or self.avg_fn, model)  # which may be replaced at any time
         if self.n_averaged == 0:
             averages.copy()
-        elif known is not None and known[0] == self._rule:
-            averages.update(*known[1](self.n_averaged))
+        elif arithmetic is not None and arithmetic[0] == self._rule:
+            averages.update(*arithmetic[1](self.n_averaged))
         else:
             averages.apply(self._change)
         self.n_averaged += 1
@@ -137,7 +137,7 @@ def _arithmetic_of(function: AvgFn | MultiAvgFn | None, model: nn.Module) -> _Ar
         device = next((p.device for p in model.parameters()), None)
         in_lists = device is not None and device.type in _get_foreach_kernels_supported_devices()
         function = _MEAN if in_lists else _MEAN_OF_ONE
-    return getattr(function, _KNOWN, None)
+    return getattr(function, _ATTRIBUTE, None)
 
 
 def _parameters(name: str, tensor: Tensor, kind: Kind) -> Fate:
@@ -148,8 +148,8 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
     """Computes statistics of BatchNorm layers in one pass over ``loader``, whose batches are tensors or begin with one;
     as in torch.
 
-    Of a sharded AveragedModel the pass is made by the model itself with the averages in it, collectively; statistics
-    and modes that it trains with come back. Counters of batches stay its own.
+    Of a sharded AveragedModel the pass is made by the model itself with the averages in it, collectively. Statistics
+    and modes that it trains with are restored; its counters of batches do not change.
     """
     proxy = next((module for module in model.modules() if isinstance(module, SwappedModelProxy)), None)
     if proxy is None:

@@ -149,7 +149,7 @@ class ModelEmaV3(Averaged):
         if exclude_buffers != self.exclude_buffers:
             if not isinstance(follower, AveragedCopy):
                 raise unsupported(f"averages with exclude_buffers={self.exclude_buffers} stay so; make others")
-            follower = follower.again(_parameters_alone if exclude_buffers else _saved_floats)
+            follower = follower.with_choice(_parameters_alone if exclude_buffers else _saved_floats)
         weight = 1.0 - decay
         follower.bind(self.module, model).update(1.0 - weight, weight)
 
@@ -161,8 +161,8 @@ class ModelEmaV3(Averaged):
 def _rule_of_foreach(stochastic: bool, dtypes: list[tuple[torch.dtype, torch.dtype]]) -> Rule:
     """Returns the rule for pairs of dtypes. torch._foreach_lerp_() wants one dtype, of all pairs that are not rounded
     stochastically."""
-    alike = all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW))
-    return "lerp" if alike else "mul_add"
+    same_dtype = all(weight == average for weight, average in dtypes if not (stochastic and average in NARROW))
+    return "lerp" if same_dtype else "mul_add"
 
 
 def _saved_floats(name: str, tensor: torch.Tensor, kind: Kind) -> Fate:

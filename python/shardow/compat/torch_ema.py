@@ -22,9 +22,9 @@ Parameters = Iterable[torch.Tensor] | None
 
 
 class ExponentialMovingAverage:
-    """Averages of all ``parameters``, frozen ones too, which are held by weak references: a model that is dropped goes.
-    DTensors go with the next call: torch swaps them where a model is moved or cast, and refuses to swap what is weakly
-    referenced.
+    """Averages of all ``parameters``, frozen ones too, held by weak references, so that a dropped model is freed.
+    Dropped DTensors are freed by the next call: torch swaps them where a model is moved or cast, and refuses to swap
+    weakly referenced tensors.
 
     ``decay``: in [0, 1]. ``use_num_updates``: the decay begins small, as min(decay, (1 + n) / (10 + n)) in update n.
     Methods take ``parameters`` in place of those of construction. DTensors and FSDP1's shards are averaged as they are;

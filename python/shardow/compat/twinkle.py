@@ -171,8 +171,8 @@ def _named(model: nn.Module, weights: Mapping[str, torch.Tensor], adapter: str) 
 
 
 class NativeFSDPStrategy(Strategy):
-    """``device_mesh``: twinkle's or torch's; None: nothing is wrapped. ``fsdp_config``: ``{"reshard_after_forward":
-    bool}``.
+    """Shards by fully_shard(). ``device_mesh``: twinkle's or torch's; None: nothing is wrapped. ``fsdp_config``:
+    ``{"reshard_after_forward": bool}``.
     """
 
     def __init__(
@@ -242,11 +242,13 @@ def _mesh_of(mesh: Any) -> DeviceMesh | None:
 
 
 class AccelerateStrategy(Strategy):
-    """``device_mesh``: twinkle's or torch's, with dimensions named "dp" and "fsdp" ("tp", "cp", "sp"); None: no FSDP.
+    """Shards by accelerate.
+
+    ``device_mesh``: twinkle's or torch's, with dimensions named "dp" and "fsdp" ("tp", "cp", "sp"); None: no FSDP.
     ``ddp_config``: of accelerate's DistributedDataParallelKwargs. ``fsdp_config``: of its
     FullyShardedDataParallelPlugin, unchanged; ``fsdp_version`` is 2.
 
-    ``memory_efficient_init``: rank 0's weights count, and the others may have none, as after from_pretrained() in
+    ``memory_efficient_init``: all ranks get rank 0's weights; the others may have none, as after from_pretrained() in
     pretrained_load_context(). ``accelerator`` is accelerate's own.
 
     Raises NotImplementedError where accelerate is not installed; ValueError for another ``fsdp_version``.
@@ -300,7 +302,7 @@ class AccelerateStrategy(Strategy):
         bound, own = ranks.agree("wrap_model()", prepare)
         to_meta(model)
         for optimizer, places in zip(optimizers, bound, strict=True):
-            bind(optimizer, places)  # it would keep the whole model
+            bind(optimizer, places)  # else it would keep the whole model alive
         plugin = self.accelerator.state.fsdp_plugin
         # accelerate's own loading sends everything to every rank, and fails for persistent buffers.
         before, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False

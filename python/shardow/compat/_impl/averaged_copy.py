@@ -53,7 +53,7 @@ class AveragedCopy:
         """Returns the options alone: copies and pickles pair their modules anew."""
         return {"_rule": self._rule, "_choose": self._choose, "_options": self._options}
 
-    def again(self, choose: Choose) -> AveragedCopy:
+    def with_choice(self, choose: Choose) -> AveragedCopy:
         """Returns the same with another choice of what is averaged."""
         return type(self)(self._rule, choose, **self._options)
 
@@ -85,10 +85,10 @@ class AveragedCopy:
         buffers = self._chosen_buffers(module)
         sources = {slot.name: slot for slot in slots(weights.model, "buffer", "table") if slot.name in buffers}
         fit = compare(_forms(averages, buffers), _forms(weights, sources))
-        also = _MissingError if fit.missing or fit.unexpected else RuntimeError
-        fit.refuse("", "the model", also, target="in its average", done="nothing was averaged", hint=_ANEW)
-        known = {local.name: local for local in weights.parameters}
-        pairs = [(local, known[local.name]) for local in averages.parameters]
+        error = _MissingError if fit.missing or fit.unexpected else RuntimeError
+        fit.refuse("", "the model", error, target="in its average", done="nothing was averaged", hint=_ANEW)
+        by_name = {local.name: local for local in weights.parameters}
+        pairs = [(local, by_name[local.name]) for local in averages.parameters]
         rows = [
             AveragedTensor(
                 local.name, weight.tensor, local.tensor, fate=self._choose(local.name, weight.shown, "parameter")

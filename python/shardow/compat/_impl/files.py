@@ -1,4 +1,4 @@
-"""Files and directories as upstream projects write them; each is there whole or not at all, made under another name and
+"""Writes files and directories as upstreams do. Each appears whole or not at all: it is made under another name and
 published by one rename."""
 
 from __future__ import annotations

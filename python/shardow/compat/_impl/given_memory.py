@@ -1,7 +1,7 @@
-"""Averages in memory that others own, beside the tensors that they follow: a list's, a second model's, or a rank's
-share of them. The engine averages in one pass what it can reach, averages on the host of tensors on a device too. The
-rest (low-precision averages rounded to nearest, complex numbers, other devices, tensors with holes) goes through torch
-by the same formula."""
+"""Keeps averages in memory that others own: a list's, a second model's, or a rank's share of these. Each average
+follows a source, a tensor of the same shape. The engine averages in one pass what it can reach,
+averages on the host of tensors on a device too. The rest (low-precision averages rounded to nearest, complex numbers,
+other devices, tensors with holes) goes through torch by the same formula."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GivenMemory:
         self._staged: dict[int, torch.Tensor] = {}  # copies of sources, which the engine reads
         self._others: dict[object, list[int]] = {}  # torch takes each list at once
         engine: dict[torch.dtype, list[AveragedTensor]] = {}
-        for at, entry in enumerate(row for row in rows if row.fate != "leave"):
+        for place, entry in enumerate(row for row in rows if row.fate != "leave"):
             row = replace(entry, source=_memory(entry.source), average=_memory(entry.average))
             source, average = row.source, row.average
             self.sources.append(source)
@@ -65,25 +65,25 @@ class GivenMemory:
             if row.fate == "hold":
                 continue
             if row.fate == "copy" or not (average.is_floating_point() or average.is_complex()):
-                self._copied.append(at)
+                self._copied.append(place)
                 continue
-            self._averaged.append(at)
+            self._averaged.append(place)
             if stochastic and average.dtype.itemsize == 2 and not self._engine_takes(row):
                 # Torch has no such rounding.
                 staged = replace(row, source=torch.empty_like(average))
                 if self._engine_takes(staged):
-                    self._staged[at], row = staged.source, staged
+                    self._staged[place], row = staged.source, staged
             if self._engine_takes(row):
                 engine.setdefault(average.dtype, []).append(row)
                 continue
             kind: object = (average.device, average.dtype, source.dtype)
             if source.device != average.device:
-                kind = at  # alone, since together they would be another copy of the model
-            self._others.setdefault(kind, []).append(at)
+                kind = place  # alone, since together they would be another copy of the model
+            self._others.setdefault(kind, []).append(place)
         self._written = [row.average for row in chain.from_iterable(engine.values())]  # by the engine
         self._engines = [
-            (self._engine(dtype, alike), Streams((row.source for row in alike), (row.average for row in alike)))
-            for dtype, alike in engine.items()
+            (self._engine(dtype, group), Streams((row.source for row in group), (row.average for row in group)))
+            for dtype, group in engine.items()
         ]
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class GivenMemory:
         """Makes one update by ``rule`` with float(decay) and float(weight), each rounded once to the dtype of the
         average. ``step``, more than at the last update, draws the noise; None: one more. Averages on the host are whole
         when it returns, since other code may read them."""
-        copy_all([*self._staged.values()], [_memory(self.sources[at]) for at in self._staged])
+        copy_all([*self._staged.values()], [_memory(self.sources[place]) for place in self._staged])
         held = 0
         for engine, streams in self._engines:
             streams.follow(engine)
@@ -125,19 +125,19 @@ class GivenMemory:
         return sum(engine.stats()["held_nonfinite"] for engine, _ in self._engines)
 
     def _copy(self, places: Sequence[int]) -> None:
-        copy_all([self._averages[at] for at in places], [_memory(self.sources[at]) for at in places])
+        copy_all([self._averages[place] for place in places], [_memory(self.sources[place]) for place in places])
 
     def _on_one_device(self, places: Sequence[int]) -> tuple[Tensors, Tensors]:
-        averages = [self._averages[at] for at in places]
-        sources = (_memory(self.sources[at]) for at in places)
+        averages = [self._averages[place] for place in places]
+        sources = (_memory(self.sources[place]) for place in places)
         return averages, [source.to(average.device) for average, source in zip(averages, sources, strict=True)]
 
     def _engine_takes(self, row: AveragedTensor) -> bool:
         source, average = row.source, row.average
-        home, source_device = storage.device_of(average), storage.device_of(source)
-        beside = home == source_device and source_device.type in ("cpu", "cuda") and not storage.why_not(source_device)
-        on_host = home.type == "cpu" and source_device.type == "cuda" and _core.cuda_available()
-        if not (beside or on_host) or not {source.dtype, average.dtype} <= DTYPES.keys():
+        home, device = storage.device_of(average), storage.device_of(source)
+        same_device = home == device and device.type in ("cpu", "cuda") and not storage.why_not(device)
+        on_host = home.type == "cpu" and device.type == "cuda" and _core.cuda_available()
+        if not (same_device or on_host) or not {source.dtype, average.dtype} <= DTYPES.keys():
             return False
         if flat(source) is None or (average.numel() and source.squeeze().stride() != average.squeeze().stride()):
             return False

@@ -99,15 +99,15 @@ def assign(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 
 
 def loaded(
-    what: str, values: Any, likes: Sequence[torch.Tensor], also: type[Exception] | None = None
+    what: str, values: Any, templates: Sequence[torch.Tensor], error: type[Exception] | None = None
 ) -> list[torch.Tensor]:
-    """Returns copies of a state's tensors; of whole tensors, this rank's part where the tensor in ``likes`` is sharded.
-    Raises ValueError, also ``also``, where ``values`` are no list of tensors, and as check()."""
+    """Returns copies of a state's tensors; of whole tensors, this rank's part where its template is sharded. Raises
+    ValueError, an ``error`` too, where ``values`` are no list of tensors, and as check()."""
     if not isinstance(values, list) or not all(isinstance(value, torch.Tensor) for value in values):
-        raise invalid(f"{what} must be a list of tensors", also)
-    if len(values) == len(likes):
-        values = [state_for(like, {"": value})[""] for value, like in zip(values, likes, strict=True)]
-    check(values, likes, loading=True)
+        raise invalid(f"{what} must be a list of tensors", error)
+    if len(values) == len(templates):
+        values = [state_for(template, {"": value})[""] for value, template in zip(values, templates, strict=True)]
+    check(values, templates, loading=True)
     return [value.detach().clone() for value in values]
 
 

@@ -1,6 +1,6 @@
 """SwappedModelProxy: looks like an averaged second model where the model cannot be copied. A call puts an EMA's
-averages into the first model and runs that. Also the ranks that act together, for classes whose upstream has no word
-for them, and the filling of averages from a state that all ranks have compared."""
+averages into the first model and runs that. Also finds the ranks that act together, for classes whose upstream takes
+no process group, and fills averages from a state that all ranks have compared."""
 
 from __future__ import annotations
 
@@ -227,8 +227,8 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> RankGroup:
 
 
 def joined(what: str, facts: dict[str, Any], process_group: dist.ProcessGroup | None = None) -> RankGroup:
-    """Returns all_ranks() for a new ``what`` ("DistEMA"), whose calls meet its own alone. Raises ValueError where
-    ``facts`` differ. Collective."""
+    """Returns all_ranks() for a new object of class ``what`` ("DistEMA"), whose collective calls meet its own alone.
+    Raises ValueError where ``facts`` differ. Collective."""
     ranks = all_ranks(process_group)
     ranks.step(f"{what}(...)", lambda: Step(None, [equal_facts(f"{what}(...)", facts, ranks), ranks.join(what)]))
     return ranks
@@ -248,8 +248,8 @@ def fill(
         compared = fit(held, state, "the state")
         copies = _state.copies_of(held.parts, state, compared)
         wrong = compared if strict else compared.only_different()
-        also = names_error if wrong.missing or wrong.unexpected else RuntimeError
-        wrong.refuse(what, "the state", also, hint=hint)
+        error = names_error if wrong.missing or wrong.unexpected else RuntimeError
+        wrong.refuse(what, "the state", error, hint=hint)
         return held, copies, compared
 
     held, copies, compared = ranks.agree(what, check)
@@ -262,19 +262,19 @@ def fill(
 @torch.no_grad()
 def load_averages(
     core: ModelAverages, state: Mapping[str, Any], strict: bool = True, what: str = "load_state_dict()",
-    beside: Iterable[LocalShard] = (),
+    others: Iterable[LocalShard] = (),
 ) -> Fit[Form | None]:  # fmt: skip
     """Loads pieces of the same sharding, DTensors, or full tensors, under any of their names, into the averages and
-    into ``beside``. Other names of the model, and unless ``strict`` all other names, are passed over. What is missing
+    into ``others``. Other names of the model, and unless ``strict`` all other names, are passed over. What is missing
     keeps its value; counters do too. Collective."""
 
     def look() -> LocalState:
         core.swap.refuse(what)
         held, view = core.held(), core.view
-        held.parts += beside
-        held.names.update((part.name, (part.name,)) for part in beside)
-        others = (local for local in (*view.parameters, *view.buffers) if local.name not in held.names)
-        held.others = [name for local in others for name in (local.name, *local.aliases)]
+        held.parts += others
+        held.names.update((part.name, (part.name,)) for part in others)
+        rest = (local for local in (*view.parameters, *view.buffers) if local.name not in held.names)
+        held.others = [name for local in rest for name in (local.name, *local.aliases)]
         return held
 
     return fill(what, core.ranks, look, state, strict=strict)
@@ -332,7 +332,7 @@ class Averaged(nn.Module):
             LocalShard(name, buffer.view(-1), _core.Region.whole(list(buffer.shape)))
             for name, buffer in self.named_buffers(recurse=False)
         ]
-        compared = load_averages(self.module.core, state_dict, strict, beside=own)
+        compared = load_averages(self.module.core, state_dict, strict, others=own)
         return _IncompatibleKeys(compared.missing, compared.unexpected)
 
 

@@ -321,12 +321,12 @@ def test_ranks_that_counted_their_emas_apart_call_the_next_one_alike() -> None:
 
 
 def shared_with_others() -> Outcome:
-    """A weight that all ranks hold, the same on two and two of them, beside another of each pair."""
+    """A weight of each pair of ranks, other on the other pair, and one that all ranks should hold alike."""
     rank, region = dist.get_rank(), _core.Region.whole([2])
     pair = rank // 2
     held = [
+        equal.Common("pair", torch.full((2,), float(pair)), region, f"[{2 * pair}, {2 * pair + 1}]"),
         equal.Common("all", torch.full((2,), float(pair)), region, "[0, 1, 2, 3]"),
-        equal.Common("pair", torch.zeros(2), region, f"[{2 * pair}, {2 * pair + 1}]"),
     ]
     group = RankGroup(dist.group.WORLD, 60.0)
     return outcome(

@@ -111,7 +111,8 @@ def make_options(*, decay: Any, momentum: Any, stochastic: Stochastic, device: A
         if isinstance(momentum, float):
             hint = f" (momentum={momentum} as a weight of the new value is decay={1 - momentum})"
         raise errors.UnknownOptionError(f"EMA() takes decay=, the weight kept on the old average, not momentum={hint}")
-    fields["dtype"] = dtype = getattr(torch, value, None) if type(value := fields["dtype"]) is str else value
+    dtype = fields["dtype"]
+    fields["dtype"] = dtype = getattr(torch, dtype, None) if type(dtype) is str else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise invalid(f"dtype={dtype}; give one of {', '.join(map(str, DTYPES))}; torch.float32 fits all weights")
     if dtype.itemsize == 2:

@@ -111,7 +111,7 @@ class EMAModel:
             if ranks.rank == 0:
                 model.save_config(str(folder))
                 (folder / _INDEX).unlink(missing_ok=True)  # of an earlier save in several files
-                for shard in filter(lambda file: _SHARD.fullmatch(file.name), folder.iterdir()):
+                for shard in [file for file in folder.iterdir() if _SHARD.fullmatch(file.name)]:
                     shard.unlink()
 
         model, state = ranks.step(what, prepare)

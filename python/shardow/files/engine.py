@@ -59,7 +59,7 @@ def in_dtypes(
     different = set(targets.values())
     if len(different) == 1 and next(iter(different)).itemsize > 1:
         return list(parts), dtypes.NAMES[different.pop()]
-    return [LocalShard(one.name, one.flat.to(targets.get(one.name, one.flat.dtype)), one.region) for one in parts], None
+    return [part._replace(flat=part.flat.to(targets.get(part.name, part.flat.dtype))) for part in parts], None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Every class of shardow.compat beside upstream's: one update of the same model, in rounds that take turns.
 
-What no package installs is written out here: the formula of each project in a few lines of torch, on copies of the
+This file writes out the formula of each project that no package installs, in a few lines of torch on copies of the
 weights.
 """
 

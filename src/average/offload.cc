@@ -37,8 +37,8 @@ size_t whole_ring_bytes(std::span<const TensorView> parameters) {
   return bytes;
 }
 
-/// Assigns chunks to slots of `slot_bytes`, and makes the copies that bring them there: one copy for neighbours in one
-/// allocation of the device's memory. Returns the first chunk of each block.
+/// Assigns chunks to slots of `slot_bytes`, and lays out the copies that fill them: a single copy for neighbours in the
+/// same allocation of the device's memory. Returns the first chunk of each block.
 std::vector<size_t> Offload::lay_out(std::span<Chunk> chunks, size_t slot_bytes) {
   std::vector<size_t> chunk_begins;
   size_t used = slot_bytes;  // of the block's slot; full, so that the first chunk begins a block

@@ -1,4 +1,4 @@
-// Updater: makes updates, at once or in the background, and keeps what is known of the last one: whether it is still
+// Updater: makes updates, at once or in the background, and keeps the state of the last update: whether it is still
 // under way, how many NaN and Inf it met, and how long it took.
 #pragma once
 

@@ -129,8 +129,8 @@ class Managed(ABC):
         first.
 
         ``missing``: where the directory or some averages are missing, as when averaging is turned on in the middle of a
-        training: "error", or "init": they begin as the weights are now. The decay stays what it is; another one in the
-        directory gives a warning.
+        training: "error", or "init": they begin as copies of the weights. The decay stays as it is; a different decay
+        in the directory gives a warning.
         """
         if missing not in ("error", "init"):
             begin = "averages that are not in the checkpoint begin as the weights are now"

@@ -171,8 +171,8 @@ def shown_by(wrappers: Sequence[Any]) -> set[int]:
 
 
 def _flat_tensors(module: Any, names: Mapping[int, list[str]]) -> Iterator[tuple[tuple[int, int], LocalTensor]]:
-    """Yields the parameters in a flat one, each with the flat one's id and its number in it. ``names``: the clean names
-    of each module, by id; parameters of other modules are left out."""
+    """Yields the parameters in the module's flat parameter, each with the flat parameter's id and an index. ``names``:
+    the clean names of each module, by id; parameters of other modules are left out."""
     handle = module._handle
     flat, sharded = handle.flat_param, handle.uses_sharded_strategy
     shown = list(flat._params) if flat._params is not None else [flat] * len(flat._fqns)

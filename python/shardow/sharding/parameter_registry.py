@@ -34,8 +34,8 @@ def remember_all(model: nn.Module) -> None:
 
 
 def forget_swapped(model: nn.Module) -> None:
-    """Forgets the parameters that torch will swap, before they get other memory, here or in model.to(): torch refuses
-    to swap weakly referenced ones. DTensors stay the same objects then, and are found in the model itself."""
+    """Forgets the parameters that torch will swap, before shardow or model.to() gives them other memory: torch refuses
+    to swap weakly referenced parameters. DTensors stay the same objects, and are found in the model itself."""
     always = torch.__future__.get_swap_module_params_on_conversion()
     for slot in slots(model, "parameter"):
         if always or is_traceable_wrapper_subclass(slot.recorded):

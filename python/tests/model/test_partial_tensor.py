@@ -35,10 +35,10 @@ def same(a: Any, b: PartialTensor) -> bool:
 
 
 def through(dump: Callable[[Any, Any], None], load: Callable[[Any], Any]) -> Callable[[PartialTensor], Any]:
-    def copied(one: PartialTensor) -> Any:
+    def copied(partial: PartialTensor) -> Any:
         file = io.BytesIO()
         with pytest.warns(UserWarning, match="part of sharded averages"):
-            dump(one, file)
+            dump(partial, file)
         file.seek(0)
         return load(file)
 

@@ -173,6 +173,7 @@ def save_for_ever(rank: int, port: int, name: str, place: str, saved: Any) -> No
 
 
 def read_once(rank: int, port: int, name: str, place: str, good: Any) -> None:
+    os.setpgrp()
     begin(rank, port, WORLD)
     training = Training(0.02)
     try:
@@ -184,7 +185,7 @@ def read_once(rank: int, port: int, name: str, place: str, good: Any) -> None:
                 good.value += 1
     except BaseException as error:  # CheckpointException is one
         print(f"{name} after a kill: {type(error).__name__}", file=sys.stderr)
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)  # with the processes that it has started
 
 
 # ---- the candidates

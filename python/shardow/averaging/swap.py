@@ -326,6 +326,6 @@ class Swap:
         """Warns of weights that were cast or written in the block."""
         warn_of_casts(self._moves)
         if self._written:
-            more = f"'{self._written[0]}' and {len(self._written) - 1} more"
-            fate = "and what was written may be in the averages now"
-            warn(f"{more} were written inside swapped(): the weights are those from before it, {fate}", RuntimeWarning)
+            more = f" and {len(self._written) - 1} more were" if self._written[1:] else " was"
+            fate = "the weights are those from before it, and what was written may be in the averages now"
+            warn(f"'{self._written[0]}'{more} written inside swapped(): {fate}", RuntimeWarning)

@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 import walks
+from fake_device import Device, on_device
 from own_averages import averages_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -98,6 +99,17 @@ def test_low_precision_averages_move_in_the_mean_when_rounded_stochastically() -
     for _ in range(100):
         pairs.update(0.9999, 1 - 0.9999)
     assert abs(float(average.double().mean()) - (2 - 0.9999**100)) < 1e-3
+
+
+@on_device
+def test_averages_on_the_host_are_whole_when_an_update_returns() -> None:
+    with Device(17) as device:
+        weights, average = torch.zeros(1 << 24), torch.ones(1 << 24)
+        memory = average.numpy()  # torch's own operations would wait for the device
+        device.hold(weights)
+        averages = GivenMemory([AveragedTensor("weight", weights, average)], "lerp")
+        averages.update(0.5, 0.5)
+        assert (memory == 0.5).all()
 
 
 def test_what_is_not_finite_is_held_and_told_once() -> None:

@@ -204,6 +204,6 @@ def bars(results: Results) -> list[Bar]:
         lerp, averaged = (results.over_torch(case, (name,)) for name in ("torch foreach lerp", "AveragedModel"))
         asked.append(at_least(f"{case}: times foreach lerp", lerp, 2.5))
         asked.append(at_least(f"{case}: times AveragedModel", averaged, 10.0))
-    for what, most in [(IMPORT, 0.2), (BEYOND, 0.05)]:
+    for what, most in [(IMPORT, 0.05), (BEYOND, 0.1)]:
         asked.append(at_most(f"{what}, seconds", results.started[what], most))
     return asked

@@ -33,10 +33,10 @@ uint64_t mark_of(const nb::dlpack::dltensor& tensor) {
 /// makes no object for it.
 class Marks {
  public:
-  /// `tensor`, `parameter`: torch's types, whose instances have their own memory. For tensors that torch does not
-  /// describe, the mark is the address from `data_ptr` alone.
-  Marks(nb::type_object tensor, nb::type_object parameter)
-      : tensor_(tensor), parameter_(parameter), data_ptr_(tensor.attr("data_ptr")) {
+  /// `tensor`, `parameter`: torch's types, whose instances have their own memory. `describe` returns the mark of a
+  /// tensor that torch does not describe.
+  Marks(nb::type_object tensor, nb::type_object parameter, nb::callable describe)
+      : tensor_(tensor), parameter_(parameter), describe_(std::move(describe)) {
     const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
     if (capsule.is_none()) return;
     const auto* api = static_cast<const DlpackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -51,9 +51,7 @@ class Marks {
       if (dlpack_->describe(tensor.ptr(), &described) == 0) return mark_of(described);
       PyErr_Clear();
     }
-    const nb::object address = nb::steal(PyObject_CallFunctionObjArgs(data_ptr_.ptr(), tensor.ptr(), nullptr));
-    if (!address.is_valid()) nb::raise_python_error();
-    return nb::cast<uint64_t>(address);
+    return static_cast<uint64_t>(nb::cast<int64_t>(describe_(tensor)));
   }
 
  private:
@@ -66,7 +64,7 @@ class Marks {
 
   nb::type_object tensor_, parameter_;
   const DlpackApi* dlpack_ = nullptr;
-  nb::object data_ptr_;
+  nb::callable describe_;
 };
 
 class Watch {
@@ -211,15 +209,15 @@ PyType_Slot watch_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_w
 
 void bind_watch(nb::module_& m) {
   nb::class_<Marks>(m, "Marks", "Where tensors lie, with which dtype, sizes and strides, as one number each.")
-      .def(nb::init<nb::type_object, nb::type_object>(), "tensor"_a, "parameter"_a)
+      .def(nb::init<nb::type_object, nb::type_object, nb::callable>(), "tensor"_a, "parameter"_a, "describe"_a)
       .def(
           "of",
           [](const Marks& self, const std::vector<nb::object>& tensors) {
             std::vector<uint64_t> marks;
             for (const nb::object& tensor : tensors) marks.push_back(self.of(tensor));
-            return marks;
+            return nb::bytes(marks.data(), marks.size() * sizeof(uint64_t));
           },
-          "tensors"_a);
+          "tensors"_a, "Returns the marks of all tensors, to be compared.");
   nb::class_<Watch>(
       m, "Watch", nb::type_slots(watch_slots),
       "Remembers what modules hold, by their __dict__, in the dicts with these keys, and where and how whole tensors, "

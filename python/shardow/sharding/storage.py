@@ -12,8 +12,14 @@ import torch
 from shardow import _core
 from shardow.sharding.local import LocalTensor, oddity
 
+
+def _mark(tensor: torch.Tensor) -> int:
+    """Returns the mark of a tensor that has no description through DLPack: of a subclass, a conjugate, on meta."""
+    return hash((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+
+
 #: Describes how and where tensors lie; cheap enough to be called before every update.
-MARKS = _core.Marks(torch.Tensor, torch.nn.Parameter)
+MARKS = _core.Marks(torch.Tensor, torch.nn.Parameter, _mark)
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:

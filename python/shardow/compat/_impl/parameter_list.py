@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from shardow.sharding.storage import MARKS
 
 _requires_grad = operator.attrgetter("requires_grad")
 _OTHERS = "the state is another model's, or its parameters were in another order when it was saved"
-_MARKED = (torch.Tensor, torch.nn.Parameter)
 
 
 class ParameterList:
@@ -71,11 +69,10 @@ class ParameterList:
         self._marks = self._marks_of(shadows, parameters)
 
     def _marks_of(self, shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
-        """Returns the marks that an update compares. Of subclasses, MARKS has addresses alone: forms are added."""
+        """Returns what an update compares."""
         lists = (_locals(shadows), _locals(parameters)) if self._sharded else (shadows, parameters)
         trained = list(map(_requires_grad, parameters)) if self._copy_frozen else []
-        subclasses = [(tuple(t.shape), t.stride(), t.dtype) for t in chain(*lists) if type(t) not in _MARKED]
-        return *map(MARKS.of, lists), subclasses, trained
+        return *map(MARKS.of, lists), trained
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the options alone: copies pair their lists anew."""

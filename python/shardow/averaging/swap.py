@@ -326,6 +326,7 @@ class Swap:
         """Warns of weights that were cast or written in the block."""
         warn_of_casts(self._moves)
         if self._written:
-            more = f" and {len(self._written) - 1} more were" if self._written[1:] else " was"
-            fate = "the weights are those from before it, and what was written may be in the averages now"
-            warn(f"'{self._written[0]}'{more} written inside swapped(): {fate}", RuntimeWarning)
+            name, *others = self._written
+            which = f"'{name}' and {len(others)} more were" if others else f"'{name}' was"
+            fate = "and what was written may be in the averages now"
+            warn(f"{which} written inside swapped(): the weights are those from before it, {fate}", RuntimeWarning)

@@ -271,6 +271,27 @@ def test_weights_that_change_their_form_where_they_lie_are_noticed(
     assert torch.equal(ema.full_state_dict()["weight"], expected)
 
 
+class _Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("change", [_slices, torch.t], ids=["slice", "transpose"])
+def test_a_subclass_that_changes_its_form_where_it_lies_is_noticed(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    weight = torch.randn(4, 4).as_subclass(_Tagged)
+    listed, shadows = ParameterList("lerp"), copies([weight])
+    expected = shadows[0].clone()
+    listed.update(shadows, [weight], 0.5, 0.5)
+    weight.data = change(weight.data)
+    if change is _slices:
+        with pytest.raises(ValueError, match=r"[(\[]2, 4[)\]]"):
+            listed.update(shadows, [weight], 0.5, 0.5)
+    else:
+        listed.update(shadows, [weight], 0.5, 0.5)
+        assert torch.equal(shadows[0], expected.lerp(change(expected), 0.5))
+
+
 def test_bagels_pairing_costs_once_and_goes_with_the_models() -> None:
     ema_model, model = bagel_models.pair("plain")
     fsdp_ema_update(ema_model, model)

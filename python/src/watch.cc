@@ -33,10 +33,11 @@ uint64_t mark_of(const nb::dlpack::dltensor& tensor) {
 /// makes no object for it.
 class Marks {
  public:
-  /// `tensor`, `parameter`: torch's types, whose instances have their own memory. `describe` returns the mark of a
-  /// tensor that torch does not describe.
-  Marks(nb::type_object tensor, nb::type_object parameter, nb::callable describe)
-      : tensor_(tensor), parameter_(parameter), describe_(std::move(describe)) {
+  /// `tensor`, `parameter`: torch's types, whose instances have their own memory. For those that torch does not
+  /// describe (in older versions all), the mark is the address from `data_ptr` alone. `mark` returns that of another
+  /// type's tensor.
+  Marks(nb::type_object tensor, nb::type_object parameter, nb::callable mark)
+      : tensor_(tensor), parameter_(parameter), data_ptr_(tensor.attr("data_ptr")), mark_(std::move(mark)) {
     const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
     if (capsule.is_none()) return;
     const auto* api = static_cast<const DlpackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -46,12 +47,13 @@ class Marks {
 
   uint64_t of(nb::handle tensor) const {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
-    if (dlpack_ != nullptr && (type == tensor_.ptr() || type == parameter_.ptr())) {
+    const bool is_plain = type == tensor_.ptr() || type == parameter_.ptr();
+    if (dlpack_ != nullptr && is_plain) {
       nb::dlpack::dltensor described;  // borrows
       if (dlpack_->describe(tensor.ptr(), &described) == 0) return mark_of(described);
       PyErr_Clear();
     }
-    return static_cast<uint64_t>(nb::cast<int64_t>(describe_(tensor)));
+    return static_cast<uint64_t>(nb::cast<int64_t>(is_plain ? data_ptr_(tensor) : mark_(tensor)));
   }
 
  private:
@@ -64,7 +66,8 @@ class Marks {
 
   nb::type_object tensor_, parameter_;
   const DlpackApi* dlpack_ = nullptr;
-  nb::callable describe_;
+  nb::object data_ptr_;
+  nb::callable mark_;
 };
 
 class Watch {
@@ -209,7 +212,7 @@ PyType_Slot watch_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_w
 
 void bind_watch(nb::module_& m) {
   nb::class_<Marks>(m, "Marks", "Where tensors lie, with which dtype, sizes and strides, as one number each.")
-      .def(nb::init<nb::type_object, nb::type_object, nb::callable>(), "tensor"_a, "parameter"_a, "describe"_a)
+      .def(nb::init<nb::type_object, nb::type_object, nb::callable>(), "tensor"_a, "parameter"_a, "mark"_a)
       .def(
           "of",
           [](const Marks& self, const std::vector<nb::object>& tensors) {

@@ -14,8 +14,11 @@ from shardow.sharding.local import LocalTensor, oddity
 
 
 def _mark(tensor: torch.Tensor) -> int:
-    """Returns the mark of a tensor that has no description through DLPack: of a subclass, a conjugate, on meta."""
-    return hash((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+    """Returns the mark of a tensor of a subclass, which may give another address than its own. Its form is read without
+    its __torch_function__, which would take four times as long."""
+    address = tensor.data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():
+        return hash((address, tensor.shape, tensor.stride(), tensor.dtype))
 
 
 #: Describes how and where tensors lie; cheap enough to be called before every update.

@@ -139,10 +139,8 @@ def check(shadows: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], l
             raise invalid(f"{whole} {i} is whole, its {shards} is sharded; {way_out}", RuntimeError)
         if shadow.shape != parameter.shape or _shape(shadow) != _shape(parameter):
             why = _OTHERS if loading else "pass the parameters in the order of construction"
-            raise invalid(
-                f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; {why}",
-                RuntimeError,
-            )
+            differ = f"parameter {i} has shape {tuple(_shape(parameter))}, its average {tuple(_shape(shadow))}; {why}"
+            raise invalid(differ, RuntimeError)
 
 
 def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
